@@ -1,0 +1,83 @@
+"""Refuse what must not lie in the tree: over-long files, left-over markers, words that tie it to one machine.
+
+    python ci/check_tree.py [ROOT]
+
+Reads every tracked file (or, outside a git checkout, every file that .gitignore does not name), prints one line
+per fault and exits 1 when there is any. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+MAX_LINES = 500
+
+# Not written by hand line by line, so its length says nothing about how many ideas it holds.
+UNBOUNDED = {"LICENSE"}
+UNBOUNDED_SUFFIXES = {".json", ".svg"}
+
+# Each pattern is written so that it does not match its own source.
+FAULTS = {
+    "left-over marker": re.compile(
+        r"\b(?:TO[D]O|FIX[M]E|XX[X]|HA[C]K)\b|^(?:<{7}|>{7}|={7})(?: |$)|\bbreakpoin[t]\("
+    ),
+    "path of one machine": re.compile(r"(?<![\w.}])/(?:home|root|work|Users)/\w"),
+    "address of a package index": re.compile(
+        r"https?://\S+/(?:simple|whl)\b|-(?:index|index-url|find-links)[= ]+https?:"
+    ),
+    "number of a tracker's entry": re.compile(
+        r"(?<![\w&/])#[0-9]{1,6}\b|\b(?:issue|ticket|pull request)s? (?:no\. ?)?[0-9]+\b|/(?:issues|pull)/[0-9]",
+        re.IGNORECASE,
+    ),
+}
+
+
+def files_of(root: Path) -> list[Path]:
+    """Tracked files; outside git, all files except those under a folder that .gitignore names."""
+    listed = subprocess.run(
+        ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        paths = [root / name for name in listed.stdout.decode().split("\0") if name]
+        return sorted(path for path in paths if path.is_file())
+    ignored = {line.strip().rstrip("/") for line in _lines(root / ".gitignore")} | {".git"}
+    return sorted(
+        path for path in root.rglob("*") if path.is_file() and not ignored & set(path.relative_to(root).parts)
+    )
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+def check_file(path: Path, name: str) -> list[str]:
+    """The faults of one file, each as `name:line: what`. A file that is not UTF-8 text has none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        return []
+    faults = []
+    if len(lines) > MAX_LINES and path.name not in UNBOUNDED and path.suffix not in UNBOUNDED_SUFFIXES:
+        faults.append(f"{name}: {len(lines)} lines, at most {MAX_LINES} wanted: one idea a file")
+    for number, line in enumerate(lines, 1):
+        for what, pattern in FAULTS.items():
+            if found := pattern.search(line):
+                faults.append(f"{name}:{number}: {what}: {found.group().strip()!r}")
+    return faults
+
+
+def main(argv: list[str]) -> int:
+    root = Path(argv[0] if argv else ".").resolve()
+    files = files_of(root)
+    faults = [fault for path in files for fault in check_file(path, path.relative_to(root).as_posix())]
+    print(*faults, f"check_tree: {len(files)} files, {len(faults)} faults", sep="\n")
+    return 1 if faults or not files else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

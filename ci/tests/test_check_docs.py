@@ -1,0 +1,84 @@
+"""check_docs refuses each planted citation of something that is not there, and passes what is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_docs
+import pytest
+
+CLI = """
+import argparse
+def main():
+    parser = argparse.ArgumentParser("mega-moe")
+    train = parser.add_subparsers(required=True).add_parser("train")
+    train.add_argument("--steps", type=int)
+    parser.parse_args()
+"""
+
+GOOD = """
+See [the guide](docs/guide.md), `docs/guide.md` and `noxfile.py`; the curve is `demo-run/loss.png`.
+`mega-moe train --steps=5`, `mega_moe.cli.main` and `mega_moe.moe(x)` exist, `MEGA_MOE_STRICT=1` is read;
+`fp32/fp64` is prose.
+```bash
+nox -s tests                       # comment with no/such/path.py
+.venv/bin/mega-moe train --steps 3 && .venv/bin/nox -s tests -- -k name
+```
+```python
+open("not/a/command.py")
+```
+"""
+
+PLANTED = {
+    "`docs/gone.md`": "no such path: docs/gone.md",
+    "`gone.py`": "no such path: gone.py",
+    "[guide](docs/gone.md#top)": "broken link: docs/gone.md",
+    "`nox -s test`": "no such nox session: test",
+    "```bash\nnox -s tests && nox -s helper\n```": "no such nox session: helper",
+    "```bash\npython ci/gone.py\n```": "no such path: ci/gone.py",
+    "`mega-moe trian`": "the command line refuses: mega-moe trian",
+    "`mega-moe train --step 3`": "mega-moe train has no --step",
+    "`mega_moe.cli.mian`": "no such name: mega_moe.cli.mian",
+    "`mega_moe.moee(x)`": "no such name: mega_moe.moee",
+    "`MEGA_MOE_STRIKT=1`": "the environment table does not read MEGA_MOE_STRIKT",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    files = {
+        "README.md": GOOD,
+        "docs/guide.md": "# Guide\n",
+        ".gitignore": "demo-run/\n.venv/\n",
+        "noxfile.py": "@nox.session\ndef tests(session): ...\ndef helper(session): ...\n",
+        "python/mega_moe/__init__.py": "def moe(): ...\n",
+        "python/mega_moe/cli.py": CLI,
+        "python/mega_moe/_base/env.py": 'read("MEGA_MOE_STRICT")\n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_true_citations_pass(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_docs.main([str(tree)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", PLANTED)
+def test_planted_citation_is_refused(text: str, tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "docs" / "guide.md").write_text(f"# Guide\n\n{text}\n")
+    assert check_docs.main([str(tree)]) == 1
+    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("docs/guide.md: ")]
+    assert len(faults) == 1
+    assert PLANTED[text] in faults[0]
+
+
+def test_untold_variable_is_refused(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "python/mega_moe/_base/env.py").write_text('read("MEGA_MOE_STRICT", "MEGA_MOE_OTHER")\n')
+    assert check_docs.main([str(tree)]) == 1
+    assert "no document tells of MEGA_MOE_OTHER" in capsys.readouterr().out
+
+
+def test_a_tree_without_documents_is_no_pass(tmp_path: Path) -> None:
+    assert check_docs.main([str(tmp_path)]) == 1

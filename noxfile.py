@@ -1,0 +1,171 @@
+"""Every command that a person types: `nox -l` lists them, `nox -s NAME` runs one.
+
+The sessions share two environments under .nox/, because torch takes half a minute and a gigabyte to install: `build`
+holds what the wheel is built with, `use` holds the built wheel and what tests it. Delete .nox/ to start afresh.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "none"  # the two shared environments below replace one per session
+
+ROOT = Path(__file__).parent
+DIST = ROOT / "dist"
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+
+
+def requirements(*groups: str) -> tuple[str, ...]:
+    """What the dependency GROUPS of pyproject.toml hold."""
+    return nox.project.dependency_groups(PROJECT, *groups)
+
+
+class Environment:
+    """A shared virtual environment: `run` starts its programs first, `install` fills it with pip."""
+
+    def __init__(self, session: nox.Session, name: str) -> None:
+        self.session = session
+        self.home = ROOT / ".nox" / f"{name}-py{sys.version_info.major}.{sys.version_info.minor}"
+        self.env: dict[str, str | None] = {"PATH": f"{self.home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        # pip comes last into a new environment: without it the making was interrupted.
+        if not (self.home / "bin" / "pip").exists():
+            session.run(sys.executable, "-m", "venv", "--clear", str(self.home), external=True)
+
+    def run(self, program: str, *arguments: str | Path, env: dict[str, str] | None = None) -> None:
+        inside = self.home / "bin" / program
+        command = str(inside) if inside.exists() else program
+        self.session.run(command, *map(str, arguments), external=True, env={**self.env, **(env or {})})
+
+    def install(self, *arguments: str | Path) -> None:
+        self.run("python", "-m", "pip", "install", "--quiet", *arguments)
+
+
+def build_wheel(session: nox.Session) -> Path:
+    """The wheel of the present sources, alone in dist/. Ninja compiles what changed; nothing stale can be left over."""
+    build = Environment(session, "build")
+    # One command for all: torch's pin decides before `torch>=` of the build requirements can ask for a newer one.
+    build.install(*requirements("torch", "build"), *PROJECT["build-system"]["requires"])
+    shutil.rmtree(DIST, ignore_errors=True)
+    build.run(
+        "python",
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-build-isolation",
+        "--no-deps",
+        "--wheel-dir",
+        DIST,
+        ROOT,
+    )
+    (wheel,) = DIST.glob("*.whl")
+    session.log(f"built {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
+    return wheel
+
+
+def installed(session: nox.Session, *groups: str, extra: str = "") -> tuple[Environment, Path]:
+    """The environment `use` with dependency GROUPS, the pinned torch and the wheel of the present sources."""
+    wheel = build_wheel(session)
+    use = Environment(session, "use")
+    use.install(f"{wheel}{extra}", *requirements("torch", *groups))
+    # The version number alone would let pip keep an older build of it.
+    use.install("--force-reinstall", "--no-deps", wheel)
+    return use, wheel
+
+
+def gates(session: nox.Session, *groups: str) -> Environment:
+    """The environment `use` with the tools of dependency GROUPS, the package itself left as it is."""
+    use = Environment(session, "use")
+    use.install(*requirements(*groups))
+    return use
+
+
+def run_lint(use: Environment) -> None:
+    use.run("ruff", "check", ".")
+    use.run("ruff", "format", "--check", ".")
+    sources = [
+        path for kind in ("h", "cuh", "cpp", "cu") for path in sorted((ROOT / "kernels").rglob(f"*.{kind}"))
+    ]
+    use.run("clang-format", "--dry-run", "--Werror", *sources)
+    use.run("python", "ci/check_tree.py")
+
+
+def run_layers(use: Environment) -> None:
+    use.run("python", "ci/check_imports.py")
+    use.run("python", "ci/check_layers.py")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Build and install the wheel, then train the example language model (minutes on two cores). Takes its flags."""
+    use, _ = installed(session, extra="[demo]")
+    use.run("mega-moe", "train", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Every gate, then the CPU tests on the installed wheel. Takes pytest's arguments."""
+    use, wheel = installed(session, "test", "lint", "types", "layers", "check-wheel", extra="[demo]")
+    run_lint(use)
+    use.run("mypy")
+    run_layers(use)
+    use.run("python", "ci/check_docs.py")
+    use.run("python", "ci/check_wheel.py", wheel)
+    use.run("pytest", *session.posargs, env={"MEGA_MOE_REQUIRE_INSTALLED": "1"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, clang-format, file lengths and left-over markers."""
+    run_lint(gates(session, "lint"))
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict, over the package."""
+    gates(session, "torch", "types").run("mypy", *session.posargs)
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Who may import or include whom, in Python and in C++."""
+    run_layers(gates(session, "layers"))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Every path, command, name and variable that the documents cite exists."""
+    gates(session, "torch").run("python", "ci/check_docs.py")
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build the wheel into dist/."""
+    build_wheel(session)
+
+
+@nox.session
+def check_wheel(session: nox.Session) -> None:
+    """Build the wheel and judge it: tag, needed libraries, symbols, stable ABI, architectures, size."""
+    built = build_wheel(session)
+    gates(session, "check-wheel").run("python", "ci/check_wheel.py", built)
+
+
+@nox.session
+def tests_gpu(session: nox.Session) -> None:
+    """Build the wheel and run the tests that need one CUDA device, on the torch that is installed there."""
+    session.run("bash", "ci/test_wheel.sh", "gpu", str(build_wheel(session)), external=True)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Time every backend beside this machine's ceilings. Takes the flags of `mega-moe bench`."""
+    use, _ = installed(session)
+    use.run("mega-moe", "bench", *session.posargs)
