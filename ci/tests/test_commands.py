@@ -1,0 +1,69 @@
+"""The README's commands and example are what runs: in CI, from a person's shell, on the installed package."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {}"
+
+
+def ci_run(tmp_path: Path, readme: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
+    (tmp_path / "README.md").write_text(readme)
+    return subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("session", ["demo", "tests"])
+def test_each_command_is_one_line_of_the_readme(session: str) -> None:
+    assert (ROOT / "README.md").read_text().splitlines().count(COMMAND.format(session)) == 1
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_ci_runs_the_readme_command_and_exits_with_its_code(code: int, tmp_path: Path) -> None:
+    line = f"python3 -m venv --help > /dev/null && echo seen && exit {code} -s tests"
+    answer = ci_run(tmp_path, f"text\n```bash\n{line.replace(' -s', '; : -s')}\n```\n")
+    assert answer.returncode == code, answer.stderr
+    assert answer.stdout.splitlines()[-1] == "seen"
+
+
+@pytest.mark.parametrize("readme", ["no command\n", f"{COMMAND.format('tests')}\n" * 2])
+def test_ci_refuses_a_readme_without_exactly_one_command(readme: str, tmp_path: Path) -> None:
+    answer = ci_run(tmp_path, readme)
+    assert answer.returncode == 1
+    assert "want 1" in answer.stderr
+
+
+def test_the_readme_example_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    # Warnings are errors but for the one that tells of the fallback, which is what the example is about to show.
+    flags = ["-W", "error", "-W", "default:mega_moe"]
+    answer = subprocess.run(
+        [sys.executable, *flags, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    backend, *_ = answer.stdout.split()
+    assert backend in {"grouped", "reference"}
+    assert "torch.Size([32, 256])" in answer.stdout
+
+
+def test_every_session_says_what_it_does() -> None:
+    functions = [
+        node
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and "nox.session" in map(ast.unparse, node.decorator_list)
+    ]
+    assert {node.name for node in functions} >= {
+        "demo", "tests", "lint", "types", "layers", "wheel", "check_wheel", "tests_gpu", "bench", "docs",
+    }  # fmt: skip
+    assert [node.name for node in functions if not ast.get_docstring(node)] == []
