@@ -1,0 +1,110 @@
+"""The command `mega-moe bench`: words of the command line to a run, its table and its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from mega_moe._base.types import PRECISIONS
+from mega_moe.bench import schema
+from mega_moe.bench.protocols import PROTOCOLS
+from mega_moe.bench.ranks import joined
+from mega_moe.bench.shapes import DIRECTIONS, SHAPES, find_shape
+from mega_moe.bench.suite import PARTS, Options, run
+from mega_moe.bench.table import line, render
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command; lists are separated by commas."""
+    made = argparse.ArgumentParser(
+        prog="mega-moe bench",
+        description="Time the layer with every backend beside the ceilings of this machine. Under torchrun the experts "
+        "are spread over the ranks and the slowest rank counts. Without a GPU the tiny shape runs in seconds.",
+    )
+    add = made.add_argument
+    add("--shape", help=f"of {', '.join(SHAPES)} (default: 30B,235B on a GPU, else tiny)")
+    add("--tokens", type=int, help="tokens per rank (default: the shape's own)")
+    add("--backend", help="names as in `mega-moe explain` (default: all)")
+    add("--protocol", default=",".join(PROTOCOLS), help="of burst, sustained (default: both)")
+    add("--direction", default=",".join(DIRECTIONS), help=f"of {', '.join(DIRECTIONS)} (default: all)")
+    add("--precision", default="bf16", help=f"of {', '.join(PRECISIONS)} (default: bf16)")
+    add("--part", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: all)")
+    add("--dtype", choices=tuple(_DTYPES), help="of x and weights (default: bfloat16 on a GPU, else float32)")
+    add(
+        "--dw-dtype",
+        choices=tuple(_DTYPES),
+        help="add weight gradients into buffers of this dtype (default: no buffers)",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--quick", action="store_true", help="the same windows, but three of each: less time, more noise")
+    add(
+        "--wheel",
+        type=Path,
+        metavar="FILE",
+        help="the wheel that was installed, where the installer kept no hash",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the result here")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; 0 when every row was measured or refused, 1 when one failed, 2 for bad words."""
+    words = parser().parse_args(argv)
+    try:
+        with joined(words.device) as context:
+            options = _options(words, context.device.type)
+            first = context.rank == 0
+            result = run(options, context, argv, lambda row: _report(row, first))
+            if first:
+                print(render(result), end="")
+                if words.json is not None:
+                    words.json.write_text(schema.dumps(result), encoding="utf-8")
+    except ValueError as error:
+        print(f"mega-moe bench: {error}", file=sys.stderr)
+        return 2
+    return 1 if any(row.outcome.status == "failed" for row in result.rows) else 0
+
+
+def _report(row: schema.Row, first: bool) -> None:
+    if first:
+        print(line(row), file=sys.stderr, flush=True)
+
+
+def _options(words: argparse.Namespace, device_type: str) -> Options:
+    on_gpu = device_type == "cuda"
+    shapes = _words(words.shape or ("30B,235B" if on_gpu else "tiny"))
+    protocols = [PROTOCOLS[_known("protocol", name, PROTOCOLS)] for name in _words(words.protocol)]
+    if words.tokens is not None and words.tokens < 1:
+        raise ValueError(f"tokens: got {words.tokens}, wanted at least 1")
+    if words.wheel is not None and not words.wheel.is_file():
+        raise ValueError(f"wheel: got {words.wheel}, wanted a file")
+    if words.json is not None and not words.json.absolute().parent.is_dir():
+        raise ValueError(f"json: got {words.json}, wanted a path in a folder that exists")
+    return Options(
+        parts=tuple(_known("part", name, PARTS) for name in _words(words.part)),
+        shapes=tuple(find_shape(name) for name in shapes),
+        tokens=words.tokens,
+        precisions=tuple(_known("precision", name, PRECISIONS) for name in _words(words.precision)),
+        backends=tuple(_words(words.backend)) if words.backend else None,
+        directions=tuple(_known("direction", name, DIRECTIONS) for name in _words(words.direction)),
+        protocols=tuple(protocol.quick() if words.quick else protocol for protocol in protocols),
+        dtype=_DTYPES[words.dtype or ("bfloat16" if on_gpu else "float32")],
+        dw_dtype=_DTYPES[words.dw_dtype] if words.dw_dtype else None,
+        wheel=words.wheel,
+    )
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _known(option: str, name: str, names: Collection[str]) -> str:
+    if name not in names:
+        raise ValueError(f"{option}: got {name!r}, wanted one of {', '.join(names)}")
+    return name

@@ -1,0 +1,198 @@
+"""How a time is taken: burst and sustained, over several input sets, the slowest rank counting.
+
+A card at its power cap runs 15 to 20 % slower after a few hundred milliseconds of matrix products than right after
+a pause. Both rates are true, so both are measured, under their names:
+
+- **burst**: about 10 ms of work after 0.25 s of idle;
+- **sustained**: at least 0.3 s back to back, after as long a run that is thrown away.
+
+One *window* is a number of calls between two time stamps. Its time is the maximum over the ranks, a measurement is the
+median over the windows. The calls walk through the input sets in turn, so that no call finds its inputs in a cache.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol as Interface
+
+import torch
+
+from mega_moe.bench.clocks import ClockProbe, NoClock
+from mega_moe.bench.schema import Timing
+
+Call = Callable[[], object]
+
+_SUSTAINED_MARGIN = 1.05  # aim above the least time, so that noise does not send the window back
+_MAX_REGROWTHS = 8
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`work_s` is a target, or the least time when `at_least`; `lead_in` windows are run and thrown away."""
+
+    name: str
+    idle_s: float
+    work_s: float
+    at_least: bool
+    windows: int
+    lead_in: int
+
+    def quick(self) -> Protocol:
+        """The same windows, fewer of them: a rate of the same kind with more noise."""
+        return replace(self, windows=3)
+
+    def calls_per_window(self, call_s: float) -> int:
+        """Calls that fill one window when one call takes `call_s` seconds."""
+        if self.at_least:
+            return max(1, math.ceil(self.work_s * _SUSTAINED_MARGIN / call_s))
+        return max(1, round(self.work_s / call_s))
+
+
+PROTOCOLS: dict[str, Protocol] = {
+    protocol.name: protocol
+    for protocol in (
+        Protocol("burst", idle_s=0.25, work_s=0.010, at_least=False, windows=10, lead_in=0),
+        Protocol("sustained", idle_s=0.0, work_s=0.3, at_least=True, windows=5, lead_in=1),
+    )
+}
+
+
+class Timer(Interface):
+    """Takes the time of a run of calls on one device."""
+
+    name: str
+    mhz_reason: str | None
+    """Why windows carry no MHz; None where they do."""
+
+    def window(self, calls: Sequence[Call], count: int) -> tuple[float, float | None]:
+        """Runs `count` calls in turn; returns their seconds and the mean clock in MHz."""
+
+    def idle(self, seconds: float) -> None:
+        """Lets the device rest."""
+
+
+class Ranks(Interface):
+    """What the timing needs of the process group."""
+
+    def maximum(self, value: float) -> float: ...
+
+    def minimum(self, value: float) -> float: ...
+
+    def barrier(self) -> None: ...
+
+
+class HostTimer:
+    """time.perf_counter around calls that have finished when they return."""
+
+    name = "perf_counter"
+
+    def __init__(self, mhz_reason: str | None) -> None:
+        self.mhz_reason = mhz_reason
+
+    def window(self, calls: Sequence[Call], count: int) -> tuple[float, float | None]:
+        start = time.perf_counter()
+        _run(calls, count)
+        return time.perf_counter() - start, None
+
+    def idle(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class CudaTimer:
+    """CUDA events on the current stream; the clock probes stand outside them and are not timed."""
+
+    name = "CUDA events"
+
+    def __init__(self, device: torch.device, clock: ClockProbe | NoClock) -> None:
+        self._device, self._clock = device, clock
+        self.mhz_reason: str | None = clock.reason
+
+    def window(self, calls: Sequence[Call], count: int) -> tuple[float, float | None]:
+        start, end = self._event(), self._event()
+        self._clock.before()
+        start.record()
+        _run(calls, count)
+        end.record()
+        self._clock.after()
+        torch.cuda.synchronize(self._device)
+        return start.elapsed_time(end) * 1e-3, self._clock.mhz()
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def idle(self, seconds: float) -> None:
+        torch.cuda.synchronize(self._device)
+        time.sleep(seconds)
+
+
+def _run(calls: Sequence[Call], count: int) -> None:
+    for index in range(count):
+        calls[index % len(calls)]()
+
+
+def measure(
+    calls: Sequence[Call],
+    protocol: Protocol,
+    timer: Timer,
+    ranks: Ranks,
+    *,
+    poison: Callable[[], None] = lambda: None,
+    budget_s: float = 30.0,
+) -> Timing:
+    """Median seconds of one call under the protocol. Collective over the ranks.
+
+    `calls` holds one callable per input set. `poison` runs before every window, outside the timed region. `budget_s`
+    bounds the time of slow calls: windows are left out beyond it, but three always remain.
+    Raises ValueError without calls and RuntimeError when no window reaches the protocol's least time.
+    """
+    if not calls:
+        raise ValueError("calls: got none, wanted one per input set")
+    # Each set once for allocations and lazy set-up, then once more under the clock.
+    timer.window(calls, len(calls))
+    seconds, _ = timer.window(calls, len(calls))
+    count = protocol.calls_per_window(ranks.maximum(seconds) / len(calls))
+    lead_in, wanted, regrowths = protocol.lead_in, protocol.windows, 0
+    windows: list[float] = []
+    clocks: list[float] = []
+    while len(windows) < wanted:
+        poison()
+        if protocol.idle_s:
+            timer.idle(protocol.idle_s)
+        ranks.barrier()
+        seconds, mhz = timer.window(calls, count)
+        seconds = ranks.maximum(seconds)
+        if protocol.at_least and seconds < protocol.work_s:
+            regrowths += 1
+            if regrowths > _MAX_REGROWTHS:
+                raise RuntimeError(
+                    f"protocol {protocol.name}: got windows of {seconds:.3f} s, wanted at least {protocol.work_s} s"
+                )
+            count = max(count + 1, protocol.calls_per_window(seconds / count))
+            windows, clocks = [], []
+            continue
+        if lead_in:
+            lead_in -= 1
+            continue
+        windows.append(seconds / count)
+        if mhz is not None:
+            clocks.append(mhz)
+        wanted = max(3, min(protocol.windows, int(budget_s / (seconds + protocol.idle_s))))
+    # The lowest clock of the ranks stands beside the longest time of the ranks; -1 where a rank could read none.
+    lowest = ranks.minimum(statistics.median(clocks) if clocks else -1.0)
+    clock = lowest if lowest > 0 else None
+    return Timing(
+        protocol=protocol.name,
+        timer=timer.name,
+        seconds=statistics.median(windows),
+        windows_s=tuple(windows),
+        calls_per_window=count,
+        input_sets=len(calls),
+        idle_s=protocol.idle_s,
+        mhz=clock,
+        mhz_reason=None if clock is not None else (timer.mhz_reason or "no SM was seen by both probes"),
+    )

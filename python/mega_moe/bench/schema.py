@@ -1,0 +1,290 @@
+"""What a benchmark run writes: dataclasses to JSON and back, checked on reading.
+
+Standard library only, and no import of this package: a report is made from result files by machines without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+SCHEMA_VERSION = 1
+
+Status = Literal["measured", "refused", "failed"]
+"""refused: the machine or the library cannot do it and says why; failed: it ran and was wrong or broke."""
+
+
+class SchemaError(ValueError):
+    """A result that does not say what it must: names the field, what it holds and what was wanted."""
+
+
+def _require(condition: bool, field: str, got: object, wanted: str) -> None:
+    if not condition:
+        raise SchemaError(f"{field}: got {got!r}, wanted {wanted}")
+
+
+def _require_reason(field: str, value: object, reason: str | None) -> None:
+    wanted = "a reason" if value is None else "null beside a value"
+    _require((value is None) == bool(reason), f"{field}_reason", reason, wanted)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measurement. Seconds are those of one call, the maximum over ranks, the median over windows."""
+
+    protocol: str
+    timer: str
+    seconds: float
+    windows_s: tuple[float, ...]
+    calls_per_window: int
+    input_sets: int
+    idle_s: float
+    mhz: float | None
+    mhz_reason: str | None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.seconds > 0 and math.isfinite(self.seconds), "seconds", self.seconds, "a positive number"
+        )
+        _require(len(self.windows_s) > 0, "windows_s", self.windows_s, "at least one window")
+        _require(self.calls_per_window >= 1, "calls_per_window", self.calls_per_window, "at least 1")
+        _require(self.input_sets >= 1, "input_sets", self.input_sets, "at least 1")
+        _require(self.mhz is None or self.mhz > 0, "mhz", self.mhz, "a positive number or null")
+        _require_reason("mhz", self.mhz, self.mhz_reason)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What every row has: a timing when it was measured, else the reasons why not."""
+
+    status: Status
+    reasons: tuple[str, ...]
+    timing: Timing | None
+
+    def __post_init__(self) -> None:
+        if self.status == "measured":
+            _require(self.timing is not None, "timing", self.timing, "a timing on a measured row")
+            _require(not self.reasons, "reasons", self.reasons, "none on a measured row")
+        else:
+            _require(self.timing is None, "timing", self.timing, f"null on a {self.status} row")
+            _require(any(self.reasons), "reasons", self.reasons, f"at least one on a {self.status} row")
+
+
+@dataclass(frozen=True)
+class CeilingRow:
+    """A rate that the machine reaches on a plain operation of `work` FLOPs or bytes a call."""
+
+    kind: Literal["ceiling"]
+    name: str
+    what: str
+    unit: Literal["TF/s", "GB/s"]
+    work: float
+    rate: float | None
+    outcome: Outcome
+
+    def __post_init__(self) -> None:
+        _require_rate("rate", self.rate, self.outcome)
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """The staging operation: x, ids and weights copied into a rank's buffer; the fp8 form quantises x."""
+
+    kind: Literal["stage"]
+    form: Literal["bf16", "fp8"]
+    tokens: int
+    hidden: int
+    top_k: int
+    bytes_per_call: int
+    """Bytes read plus bytes written."""
+    gb_per_s: float | None
+    percent_of_ceiling: float | None
+    """Of the device copy in the same protocol; null also where that was not measured."""
+    outcome: Outcome
+
+    def __post_init__(self) -> None:
+        _require_rate("gb_per_s", self.gb_per_s, self.outcome)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """mega_moe.moe with one backend, in one direction. A refused row stands for every direction."""
+
+    kind: Literal["layer"]
+    shape: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    tokens: int
+    """Per rank."""
+    num_ranks: int
+    backend: str
+    precision: str
+    dtype: str
+    """Of x and the weights."""
+    direction: str
+    """forward, backward, forward_backward; "all" on a refused row."""
+    dw_dtype: str | None
+    """Of the weight gradients; null where the direction makes none."""
+    reserved_sms: int | None
+    """SMs left to other work; null: not applicable, this backend's kernels are not ours to size."""
+    flops: float | None
+    """Per rank and call, balanced routing."""
+    flop_rule: str | None
+    tflops: float | None
+    percent_of_ceiling: float | None
+    """Time of the products at the measured ceilings, over the time of the call; null without a ceiling."""
+    peak_bytes: int | None
+    """Most device memory that torch's allocator held during one call, beyond inputs and weights."""
+    relative_error: float | None
+    """Relative L2 of the checked tokens against the reference backend; null where that refused."""
+    outcome: Outcome
+
+    def __post_init__(self) -> None:
+        _require_rate("tflops", self.tflops, self.outcome)
+        if self.outcome.status == "measured":
+            _require_positive("flops", self.flops)
+            _require(bool(self.flop_rule), "flop_rule", self.flop_rule, "the rule in words on a measured row")
+            wanted = "null for a forward" if self.direction == "forward" else "a dtype for a backward"
+            _require(
+                (self.dw_dtype is None) == (self.direction == "forward"), "dw_dtype", self.dw_dtype, wanted
+            )
+
+
+def _require_positive(field: str, value: float | None) -> None:
+    _require(value is not None and value > 0, field, value, "a positive number on a measured row")
+
+
+def _require_rate(field: str, rate: float | None, outcome: Outcome) -> None:
+    if outcome.status == "measured":
+        _require_positive(field, rate)
+    else:
+        _require(rate is None, field, rate, f"null on a {outcome.status} row")
+
+
+Row = CeilingRow | StageRow | LayerRow
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a run took place. A hash that is not known is null, and its reason says why."""
+
+    date: str
+    """UTC, YYYY-MM-DDTHH:MM:SSZ."""
+    device: str
+    num_sms: int | None
+    num_ranks: int
+    driver: str | None
+    cuda: str | None
+    torch: str
+    python: str
+    platform: str
+    mega_moe: str
+    wheel_sha256: str | None
+    wheel_reason: str | None
+    kernels_sha256: str | None
+    kernels_reason: str | None
+
+    def __post_init__(self) -> None:
+        date = re.fullmatch(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z", self.date)
+        _require(date is not None, "date", self.date, "YYYY-MM-DDTHH:MM:SSZ")
+        _require(self.num_ranks >= 1, "num_ranks", self.num_ranks, "at least 1")
+        for name in ("wheel", "kernels"):
+            digest, reason = getattr(self, f"{name}_sha256"), getattr(self, f"{name}_reason")
+            known = digest is None or re.fullmatch(r"[0-9a-f]{64}", digest) is not None
+            _require(known, f"{name}_sha256", digest, "64 hex digits or null")
+            _require_reason(name, digest, reason)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: environment, the words of the command, rows in the order they were measured."""
+
+    schema_version: int
+    environment: Environment
+    arguments: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        _require(
+            self.schema_version == SCHEMA_VERSION, "schema_version", self.schema_version, str(SCHEMA_VERSION)
+        )
+
+
+def dumps(result: Result) -> str:
+    """The result as JSON text with a final newline."""
+    return json.dumps(dataclasses.asdict(result), indent=1, allow_nan=False) + "\n"
+
+
+def loads(text: str) -> Result:
+    """Reads what `dumps` wrote. Raises SchemaError that names the field for anything else."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SchemaError(
+            f"result: got text that is not JSON ({error}), wanted a benchmark result"
+        ) from error
+    result = _decode(Result, data, "result")
+    assert isinstance(result, Result)
+    return result
+
+
+def read(path: Path) -> Result:
+    """Reads a result file. Raises SchemaError that names the file and the field."""
+    try:
+        return loads(path.read_text(encoding="utf-8"))
+    except SchemaError as error:
+        raise SchemaError(f"{path.name}: {error}") from error
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, value, where)
+    if origin is Literal:
+        _require(value in arguments, where, value, " or ".join(repr(argument) for argument in arguments))
+        return value
+    if origin is tuple:
+        _require(isinstance(value, list), where, value, "a list")
+        return tuple(_decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(arguments, value, where)
+    if kind is float:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        _require(number and math.isfinite(value), where, value, "a finite number")
+        return float(value)
+    _require(isinstance(value, kind) and not isinstance(value, bool), where, value, kind.__name__)
+    return value
+
+
+def _decode_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
+    members = [member for member in arguments if member is not type(None)]
+    if len(members) < len(arguments) and value is None:
+        return None
+    if len(members) == 1:
+        return _decode(members[0], value, where)
+    kinds = {typing.get_args(typing.get_type_hints(member)["kind"])[0]: member for member in members}
+    kind = value.get("kind") if isinstance(value, dict) else None
+    _require(kind in kinds, f"{where}.kind", kind, " or ".join(repr(name) for name in kinds))
+    return _decode(kinds[kind], value, where)
+
+
+def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
+    _require(isinstance(value, dict), where, value, f"an object for {kind.__name__}")
+    hints = typing.get_type_hints(kind)
+    missing, unknown = sorted(set(hints) - set(value)), sorted(set(value) - set(hints))
+    _require(not missing, where, value.keys(), f"also {', '.join(missing)}")
+    _require(not unknown, where, unknown, f"only the fields of {kind.__name__}")
+    decoded = {name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
+    try:
+        return kind(**decoded)
+    except SchemaError as error:
+        raise SchemaError(f"{where}.{error}") from error

@@ -1,0 +1,106 @@
+"""One run: ceilings, staging, layer, in the same process and protocols, as one result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mega_moe._ops import library
+from mega_moe.bench.ceilings import COPY, ceilings, measure_ceiling
+from mega_moe.bench.clocks import make_clock
+from mega_moe.bench.environment import describe
+from mega_moe.bench.layer import LayerOptions, measure_layer
+from mega_moe.bench.problem import random_problem
+from mega_moe.bench.protocols import CudaTimer, HostTimer, Protocol, Timer
+from mega_moe.bench.ranks import Context
+from mega_moe.bench.schema import SCHEMA_VERSION, CeilingRow, Result, Row
+from mega_moe.bench.shapes import Shape
+from mega_moe.bench.stage import FORMS, StageShape, measure_stage
+
+PARTS = ("ceilings", "stage", "layer")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one run measures; `tokens` None takes each shape's own, `backends` None takes every one."""
+
+    parts: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    tokens: int | None
+    precisions: tuple[str, ...]
+    backends: tuple[str, ...] | None
+    directions: tuple[str, ...]
+    protocols: tuple[Protocol, ...]
+    dtype: torch.dtype
+    dw_dtype: torch.dtype | None
+    wheel: Path | None
+
+
+def run(options: Options, context: Context, arguments: list[str], progress: Callable[[Row], None]) -> Result:
+    """Measures everything that the options name; `progress` sees each row as it comes. Collective over the ranks."""
+    library_reason = library.status().reason
+    clock = make_clock(context.device, library_reason)
+    timer: Timer = CudaTimer(context.device, clock)
+    if context.device.type != "cuda":
+        timer = HostTimer(clock.reason)
+    environment = describe(context, options.wheel)
+    rows: list[Row] = []
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        progress(row)
+
+    products: dict[tuple[str, str], float] = {}
+    copies: dict[str, float] = {}
+    if "ceilings" in options.parts:
+        for ceiling in ceilings(context.device.type, str(options.dtype).removeprefix("torch.")):
+            for row in measure_ceiling(ceiling, options.protocols, timer, context):
+                keep(row)
+                _note_rate(row, products, copies)
+    if "stage" in options.parts:
+        for stage_shape in _stage_shapes(options):
+            for form in FORMS:
+                for stage_row in measure_stage(
+                    stage_shape,
+                    form,
+                    options.protocols,
+                    timer,
+                    context,
+                    library_reason=library_reason,
+                    copy_rates=copies,
+                ):
+                    keep(stage_row)
+    if "layer" in options.parts:
+        for shape in options.shapes:
+            problem = random_problem(shape, options.tokens or shape.default_tokens, options.dtype, context)
+            for precision in options.precisions:
+                layer = LayerOptions(precision, options.backends, options.directions, options.dw_dtype)
+                for layer_row in measure_layer(
+                    problem, layer, options.protocols, timer, context, product_rates=products
+                ):
+                    keep(layer_row)
+            del problem
+    return Result(SCHEMA_VERSION, environment, tuple(arguments), tuple(rows))
+
+
+def _note_rate(row: CeilingRow, products: dict[tuple[str, str], float], copies: dict[str, float]) -> None:
+    timing = row.outcome.timing
+    if timing is None or row.rate is None:
+        return
+    if row.name == COPY:
+        copies[timing.protocol] = row.rate
+    elif row.unit == "TF/s":
+        products[timing.protocol, row.name] = row.rate
+
+
+def _stage_shapes(options: Options) -> list[StageShape]:
+    """Each size once: shapes that differ in their experts only stage the same bytes."""
+    found: dict[tuple[int, int, int], StageShape] = {}
+    for shape in options.shapes:
+        tokens = options.tokens or shape.default_tokens
+        key = (tokens, shape.hidden, shape.top_k)
+        found.setdefault(key, StageShape(tokens, shape.hidden, shape.top_k, shape.num_experts))
+    return list(found.values())

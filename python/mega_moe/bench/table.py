@@ -1,0 +1,139 @@
+"""A result as one table of text, for a person at a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from mega_moe.bench.schema import CeilingRow, LayerRow, Outcome, Result, Row, StageRow
+
+_HEADER = (
+    "what",
+    "backend",
+    "direction",
+    "protocol",
+    "ms",
+    "rate",
+    "of ceiling",
+    "MHz",
+    "dW",
+    "reserved SMs",
+    "peak",
+)
+_NUMERIC = frozenset({"ms", "rate", "of ceiling", "MHz", "peak"})
+
+
+def render(result: Result) -> str:
+    """Environment, table of the measured rows, then what was refused or failed and why."""
+    environment = result.environment
+    versions = (
+        f"torch {environment.torch}, CUDA {environment.cuda or '-'}, driver {environment.driver or '-'}, "
+        f"mega-moe {environment.mega_moe}"
+    )
+    lines = [
+        f"{environment.device}, {_ranks(environment.num_ranks)}, {versions}, {environment.date}",
+        f"wheel   {environment.wheel_sha256 or f'unknown: {environment.wheel_reason}'}",
+        f"kernels {environment.kernels_sha256 or f'unknown: {environment.kernels_reason}'}",
+        "",
+    ]
+    measured = [row for row in result.rows if row.outcome.status == "measured"]
+    lines += _columns([_HEADER, *(_cells(row) for row in measured)])
+    lines += _notes(result)
+    for row in result.rows:
+        if row.outcome.status != "measured":
+            lines.append(f"{row.outcome.status}: {_subject(row)}")
+            for reason in row.outcome.reasons:
+                lines += textwrap.wrap(reason, 106, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"
+
+
+def line(row: Row) -> str:
+    """One row as one line, for the progress of a run."""
+    if row.outcome.status != "measured":
+        return f"{row.outcome.status}: {_subject(row)}: {'; '.join(row.outcome.reasons)}"
+    return "  ".join(cell for cell in _cells(row) if cell != "-")
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(_HEADER))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if name in _NUMERIC else cell.ljust(width)
+            for name, cell, width in zip(_HEADER, row, widths)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    timing = row.outcome.timing
+    assert timing is not None
+    protocol, milliseconds = timing.protocol, f"{timing.seconds * 1e3:.3f}"
+    mhz = f"{timing.mhz:.0f}" if timing.mhz is not None else "-"
+    if isinstance(row, CeilingRow):
+        return (
+            row.name,
+            "-",
+            "-",
+            protocol,
+            milliseconds,
+            f"{row.rate:.3g} {row.unit}",
+            "-",
+            mhz,
+            "-",
+            "-",
+            "-",
+        )
+    if isinstance(row, StageRow):
+        rate, percent = f"{row.gb_per_s:.0f} GB/s", _percent(row.percent_of_ceiling)
+        return (_subject(row), "-", "-", protocol, milliseconds, rate, percent, mhz, "-", "-", "-")
+    return (
+        f"{row.shape} T={row.tokens} {row.precision}",
+        row.backend,
+        row.direction.replace("_", "+"),
+        protocol,
+        milliseconds,
+        f"{row.tflops:.3g} TF/s",
+        _percent(row.percent_of_ceiling),
+        mhz,
+        row.dw_dtype or "-",
+        "n/a" if row.reserved_sms is None else str(row.reserved_sms),
+        "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f} GiB",
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} %"
+
+
+def _subject(row: Row) -> str:
+    if isinstance(row, CeilingRow):
+        return row.name
+    if isinstance(row, StageRow):
+        return f"stage {row.form} T={row.tokens} H={row.hidden}"
+    direction = "" if row.direction == "all" else f" {row.direction}"
+    reserved = "" if row.reserved_sms is None else f" with {row.reserved_sms} reserved SMs"
+    return f"{row.shape} T={row.tokens} {row.precision}: backend {row.backend}{direction}{reserved}"
+
+
+def _notes(result: Result) -> list[str]:
+    """The facts that the columns have no room for, each said once."""
+    lines = [""]
+    rules = {
+        row.direction: row.flop_rule for row in result.rows if isinstance(row, LayerRow) and row.flop_rule
+    }
+    lines += [f"FLOPs of {direction.replace('_', '+')}: {rule}" for direction, rule in rules.items()]
+    if any(isinstance(row, LayerRow) and row.reserved_sms is None for row in result.rows):
+        lines.append("reserved SMs n/a: the backend's kernels are sized by torch, none can be reserved")
+    lines += sorted({f"MHz -: {reason}" for row in result.rows if (reason := _mhz_reason(row.outcome))})
+    return lines
+
+
+def _mhz_reason(outcome: Outcome) -> str | None:
+    return outcome.timing.mhz_reason if outcome.timing else None
