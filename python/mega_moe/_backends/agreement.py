@@ -1,0 +1,40 @@
+"""Construction is collective: ranks whose settings or versions differ all raise, each with both values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mega_moe._backends.control import Control
+from mega_moe._backends.facts import RankFacts
+from mega_moe._base.errors import PeerError
+
+_WHAT = "construction of MoEBuffer"
+# Facts in which ranks may not differ: a wire format or a result could depend on them.
+_VERSIONS = ("package_version", "torch_version", "kernels_sha256")
+
+
+def agree(
+    control: Control, settings: dict[str, Any], facts: RankFacts | None, error: Exception | None
+) -> list[RankFacts]:
+    """Facts of all ranks, when no rank has an ``error`` and all have equal ``settings`` and versions.
+
+    Raises this rank's own ``error``, else PeerError for another rank's, else ValueError for a difference.
+    """
+    told = control.gather((settings, facts, error and f"{type(error).__name__}: {error}"), _WHAT)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(told) if why]
+    if failed:
+        raise PeerError(f"rank {control.rank}: {_WHAT} was refused by " + "; ".join(failed))
+    for name in settings:
+        _same(name, [theirs[name] for theirs, _, _ in told])
+    everyone = [fact for _, fact, _ in told]
+    for name in _VERSIONS:
+        _same(name, [getattr(fact, name) for fact in everyone])
+    return everyone
+
+
+def _same(name: str, values: list[Any]) -> None:
+    if any(value != values[0] for value in values):
+        listed = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+        raise ValueError(f"{name}: ranks disagree ({listed}); it must be equal on all ranks of the group")

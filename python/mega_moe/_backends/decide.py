@@ -1,0 +1,194 @@
+"""Which backends can serve a request: a pure function of (request, facts of all ranks). No torch, no device, no file.
+
+A backend is refused with every reason that applies, so that a person mends them in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_moe._base.errors import BackendRefusedError
+from mega_moe._base.types import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from mega_moe._backends.facts import RankFacts
+    from mega_moe._backends.request import Request
+
+# In the order of preference of the automatic choice.
+BACKENDS = ("fused", "grouped", "reference")
+
+# The fused kernels' tiles: 256 columns of the hidden size, 128 features of the expert FFN.
+FUSED_HIDDEN_MULTIPLE = 256
+FUSED_INTERMEDIATE_MULTIPLE = 128
+# One cluster of two SMs is the least that a fused kernel runs on.
+FUSED_MIN_SMS = 2
+# torch's grouped product reads rows in 16-byte pieces: 8 bf16 numbers.
+GROUPED_MULTIPLE = 8
+
+_NO_MXFP8 = "precision mxfp8 needs Blackwell kernels, which do not exist yet"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend judged: ``reasons`` is empty exactly when it is accepted."""
+
+    backend: str
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return f"{self.backend}: " + ("accepted" if self.accepted else "refused: " + "; ".join(self.reasons))
+
+
+def decide(request: Request, facts: Sequence[RankFacts], named: str | None = None) -> tuple[Verdict, ...]:
+    """Judge every backend for ``request`` on ranks with ``facts`` (one entry per rank); ``named``: the user's wish."""
+    judges = {
+        "fused": _fused(request, facts),
+        "grouped": _grouped(request, facts),
+        "reference": _reference(request, facts, named),
+    }
+    return tuple(Verdict(name, tuple(dict.fromkeys(judges[name]))) for name in BACKENDS)
+
+
+def choose(verdicts: Sequence[Verdict], named: str | None = None, strict: bool = False) -> Verdict:
+    """The named backend, or the first accepted one; BackendRefusedError with the whole list of reasons otherwise."""
+    listed = "\n".join(f"  {v}" for v in verdicts)
+    if named is not None:
+        (verdict,) = (v for v in verdicts if v.backend == named)
+        if not verdict.accepted:
+            raise BackendRefusedError(f"backend {named!r} cannot serve this request:\n{listed}")
+        return verdict
+    accepted = [v for v in verdicts if v.accepted]
+    if not accepted:
+        raise BackendRefusedError(f"no backend can serve this request:\n{listed}")
+    if strict and accepted[0].backend != "fused":
+        raise BackendRefusedError(f"strict mode forbids falling back to {accepted[0].backend!r}:\n{listed}")
+    return accepted[0]
+
+
+def check_name(name: str, backend: str) -> str | None:
+    """None for 'auto', the backend itself when it exists; ValueError otherwise."""
+    if backend == "auto":
+        return None
+    if backend not in BACKENDS:
+        raise ValueError(f"{name}: got {backend!r}, want auto, {', '.join(BACKENDS)}")
+    return backend
+
+
+def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
+    if request.precision == "mxfp8":
+        yield _NO_MXFP8
+    if request.dtype != "bfloat16":
+        yield f"takes bfloat16 inputs, got {request.dtype}"
+    if request.hidden % FUSED_HIDDEN_MULTIPLE:
+        yield f"hidden is {request.hidden}, must be a multiple of {FUSED_HIDDEN_MULTIPLE}"
+    if request.intermediate % FUSED_INTERMEDIATE_MULTIPLE:
+        yield f"intermediate is {request.intermediate}, must be a multiple of {FUSED_INTERMEDIATE_MULTIPLE}"
+    for rank, fact in enumerate(facts):
+        where = f"rank {rank}: " if len(facts) > 1 else ""
+        for reason in _fused_device(request, fact):
+            yield where + reason
+    yield from _links(facts)
+
+
+def _fused_device(request: Request, fact: RankFacts) -> Iterator[str]:
+    if not fact.library_loaded:
+        yield f"the compiled library is not loaded: {fact.library_reason}"
+    if fact.device_type != "cuda":
+        yield f"needs an NVIDIA GPU, the device is {fact.device}"
+        return
+    if fact.library_loaded:
+        yield from _architecture(request, fact)
+        yield from _driver(fact)
+    left = (fact.num_sms or 0) - request.num_reserved_sms
+    if left < FUSED_MIN_SMS:
+        yield (
+            f"num_reserved_sms={request.num_reserved_sms} leaves {left} of {fact.num_sms} SMs, needs {FUSED_MIN_SMS}"
+        )
+
+
+def _architecture(request: Request, fact: RankFacts) -> Iterator[str]:
+    capability = fact.compute_capability or (0, 0)
+    device = f"{capability[0]}{capability[1]}"
+    # An 'a' cubin runs on exactly its own compute capability, whatever the major number says.
+    serving = [a for a in fact.library_architectures if a.rstrip("af") == device]
+    if not serving:
+        holds = ", ".join(f"sm_{a}" for a in fact.library_architectures) or "none"
+        yield f"the device is sm_{device} ({fact.device_name}), this wheel holds {holds}"
+        return
+    forward, backward = {"fp8_bwd": ("bf16", "fp8")}.get(request.precision, (request.precision,) * 2)
+    for op, precision in (("forward", forward), ("backward", backward)):
+        if not any(
+            v.op == op and v.precision == precision and v.architecture in serving for v in fact.variants
+        ):
+            yield f"this wheel holds no fused {op} kernel in {precision} for sm_{serving[0]}"
+
+
+def _driver(fact: RankFacts) -> Iterator[str]:
+    """A cubin of CUDA n needs a driver of CUDA n or later."""
+    if fact.library_cuda is None or fact.driver_cuda is None:
+        return
+    built = int(fact.library_cuda.split(".")[0])
+    if fact.driver_cuda[0] < built:
+        have = ".".join(map(str, fact.driver_cuda))
+        yield f"the driver serves CUDA {have}, this wheel is built with CUDA {fact.library_cuda}: update the driver"
+
+
+def _links(facts: Sequence[RankFacts]) -> Iterator[str]:
+    machines: dict[str, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        machines.setdefault(fact.machine or fact.host, []).append(rank)
+    if len(machines) > 1:
+        listed = ", ".join(f"{facts[ranks[0]].host}: ranks {ranks}" for ranks in machines.values())
+        yield f"the group spans {len(machines)} hosts ({listed}); expert parallelism must stay inside one NVLink domain"
+    for rank, fact in enumerate(facts):
+        access = dict(fact.peer_access)
+        for other in range(rank + 1, len(facts)):
+            uuid = facts[other].device_uuid
+            if uuid is None or fact.device_uuid is None:
+                continue
+            if uuid == fact.device_uuid:
+                yield f"ranks {rank} and {other} share the GPU {uuid}; each rank needs a GPU of its own"
+            elif access.get(uuid) is False:
+                yield f"ranks {rank} and {other}: no peer access between {fact.device} and {facts[other].device}"
+
+
+def _grouped(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
+    if request.precision != "bf16":
+        yield f"computes in the inputs' dtype only, precision {request.precision} is not emulated"
+    if request.dtype not in ("bfloat16", "float32"):
+        yield f"takes bfloat16 and float32 inputs, got {request.dtype}"
+    if any(fact.device_type == "cuda" for fact in facts) and request.dtype == "bfloat16":
+        for name in ("hidden", "intermediate"):
+            value = getattr(request, name)
+            if value % GROUPED_MULTIPLE:
+                yield f"{name} is {value}, must be a multiple of {GROUPED_MULTIPLE} on a GPU"
+    yield from _plain(facts)
+
+
+def _reference(request: Request, facts: Sequence[RankFacts], named: str | None) -> Iterator[str]:
+    if request.precision == "mxfp8":
+        yield _NO_MXFP8
+    elif request.precision != "bf16":
+        for name in ("hidden", "intermediate"):
+            value = getattr(request, name)
+            if value % SCALE_BLOCK:
+                yield f"{name} is {value}, must be a multiple of the scale block {SCALE_BLOCK}"
+        if named != "reference":
+            yield f"emulates precision {request.precision} slowly: name it (backend='reference') to use it"
+    yield from _plain(facts)
+
+
+def _plain(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """What the plain torch backends need: a device that they know, and a group that can move its tensors."""
+    for fact in facts:
+        if fact.device_type not in ("cpu", "cuda"):
+            yield f"runs on cpu and cuda, the device is {fact.device}"
+        needed = {"cuda": "nccl", "cpu": "gloo"}.get(fact.device_type)
+        if fact.group_backend is not None and needed is not None and needed not in fact.group_backend:
+            yield f"the process group is {fact.group_backend}, {fact.device_type} tensors need {needed}"

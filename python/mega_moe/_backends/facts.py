@@ -1,0 +1,141 @@
+"""What this rank is: versions, device, links, library. Collected when a buffer is built or a person asks, never at import."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_moe._ops import library
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel of the wheel, as variants.toml lists it."""
+
+    op: str
+    architecture: str
+    precision: str
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Facts of one rank.
+
+    ``machine`` is equal on ranks of one machine, whatever containers call themselves; ``peer_access`` maps the UUIDs
+    of other visible GPUs to what the driver says of them.
+    """
+
+    host: str = "localhost"
+    machine: str = ""
+    device: str = "cpu"
+    device_name: str = ""
+    device_uuid: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    num_sms: int | None = None
+    memory_bytes: int | None = None
+    peer_access: tuple[tuple[str, bool], ...] = ()
+    group_backend: str | None = None
+    python_version: str = ""
+    torch_version: str = ""
+    torch_cuda: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    package_version: str = ""
+    library_loaded: bool = False
+    library_reason: str | None = None
+    library_cuda: str | None = None
+    library_architectures: tuple[str, ...] = ()
+    kernels_sha256: str | None = None
+    variants: tuple[Variant, ...] = ()
+
+    @property
+    def device_type(self) -> str:
+        return self.device.split(":")[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def package_version() -> str:
+    """Version of the installed distribution; '0+unknown' when the package is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("mega-moe")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def default_device(group_backend: str | None) -> torch.device:
+    """The current GPU where there is one and the group can move its tensors, else the CPU."""
+    if torch.cuda.is_available() and (group_backend is None or "nccl" in group_backend):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def collect(device: torch.device | str, group_backend: str | None = None) -> RankFacts:
+    """Facts of this process about ``device``; loads the compiled library to see whether it loads."""
+    device = torch.device(device)
+    status = library.status()
+    known: dict[str, Any] = dict(
+        host=socket.gethostname(),
+        machine=_machine(),
+        device=str(device),
+        device_name=platform.processor() or platform.machine(),
+        group_backend=group_backend,
+        python_version=platform.python_version(),
+        torch_version=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        driver_cuda=_driver_cuda(),
+        package_version=package_version(),
+        library_loaded=status.loaded,
+        library_reason=status.reason,
+        library_cuda=status.build.get("cuda"),
+        library_architectures=tuple(status.build.get("architectures", ())),
+        kernels_sha256=status.build.get("kernels_sha256"),
+        variants=tuple(
+            Variant(v["op"], v["architecture"], v["precision"]) for v in library.variants() if status.loaded
+        ),
+    )
+    if device.type == "cuda":
+        known.update(_gpu(device))
+    return RankFacts(**known)
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: got {device}, but this torch ({torch.__version__}) sees no GPU")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device: got {device}, want cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    own = torch.cuda.get_device_properties(index)
+    others = (i for i in range(torch.cuda.device_count()) if i != index)
+    return dict(
+        device=f"cuda:{index}",
+        device_name=own.name,
+        device_uuid=str(own.uuid),
+        compute_capability=(own.major, own.minor),
+        num_sms=own.multi_processor_count,
+        memory_bytes=own.total_memory,
+        peer_access=tuple(
+            (str(torch.cuda.get_device_properties(i).uuid), torch.cuda.can_device_access_peer(index, i))
+            for i in others
+        ),
+    )
+
+
+def _machine() -> str:
+    # Containers of one machine have their own host names and share the kernel's boot id.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.is_file() else socket.gethostname()
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA version that the installed driver serves; None without a driver or with a CPU torch."""
+    query = getattr(torch._C, "_cuda_getDriverVersion", None)
+    version = int(query()) if query is not None else 0
+    return (version // 1000, version % 1000 // 10) if version else None

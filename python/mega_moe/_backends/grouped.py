@@ -1,0 +1,98 @@
+"""The grouped arithmetic: torch's own grouped products, plain torch operators only, so that it runs everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.arithmetic import Payload, RowGrads
+from mega_moe._backends.swiglu import activate, activate_backward
+
+
+class GroupedArithmetic:
+    dtypes = (torch.bfloat16, torch.float32)
+    quantized_dispatch = False
+
+    def forward(
+        self,
+        x: Payload,
+        weight: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        counts: list[int],
+        clamp: float | None,
+    ) -> Tensor:
+        dtype = w_gate_up.dtype
+        z = _by_weight(x[0], w_gate_up.transpose(1, 2), counts)
+        h = (activate(z, clamp) * weight[:, None]).to(dtype)
+        return _by_weight(h, w_down.transpose(1, 2), counts)
+
+    def backward(
+        self,
+        x: Tensor,
+        dy: Tensor,
+        weight: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        counts: list[int],
+        clamp: float | None,
+        needs: tuple[bool, bool, bool, bool],
+        dw_dtype: torch.dtype,
+    ) -> RowGrads:
+        need_dx, need_dw, need_gate_up, need_down = needs
+        dtype = w_gate_up.dtype
+        z = _by_weight(x, w_gate_up.transpose(1, 2), counts)
+        grads = activate_backward(z, weight, _by_weight(dy, w_down, counts), clamp)
+        dz = grads.dz.to(dtype)
+        return RowGrads(
+            _by_weight(dz, w_gate_up, counts) if need_dx else None,
+            grads.dw if need_dw else None,
+            _by_rows(dz, x, counts).to(dw_dtype) if need_gate_up else None,
+            _by_rows(dy, grads.h.to(dtype), counts).to(dw_dtype) if need_down else None,
+        )
+
+
+def _by_weight(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Rows ``[M, K]`` of each expert times its ``weight [E, K, N]`` -> ``[M, N]``."""
+    if _has_grouped_product(rows) and rows.shape[0]:
+        return _grouped_mm(rows, weight, _ends(counts, rows.device))
+    out = rows.new_empty(rows.shape[0], weight.shape[2])
+    for expert, (part, into) in enumerate(zip(rows.split(counts), out.split(counts))):
+        torch.mm(part, weight[expert], out=into)
+    return out
+
+
+def _by_rows(left: Tensor, right: Tensor, counts: list[int]) -> Tensor:
+    """``left [M, A]``, ``right [M, B]`` -> ``[E, A, B]``: left^T right over the rows of each expert, 0 without rows."""
+    if _has_grouped_product(left) and left.shape[0]:
+        out = _grouped_mm(left.T, right, _ends(counts, left.device))
+        # The grouped product skips an empty group and leaves its output as the allocator gave it.
+        empty = [expert for expert, count in enumerate(counts) if not count]
+        if empty:
+            out[torch.tensor(empty, device=out.device)] = 0
+        return out
+    out = left.new_zeros(len(counts), left.shape[1], right.shape[1])
+    for expert, (a, b) in enumerate(zip(left.split(counts), right.split(counts))):
+        if a.shape[0]:
+            torch.mm(a.T, b, out=out[expert])
+    return out
+
+
+def _ends(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts).cumsum(0).to(device, torch.int32)
+
+
+def _has_grouped_product(rows: Tensor) -> bool:
+    # torch's grouped product is a kernel for bf16 on compute capability 9.0 and later; elsewhere it is a loop, as here.
+    return (
+        rows.is_cuda
+        and rows.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    )
+
+
+def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    public = getattr(torch.nn.functional, "grouped_mm", None)
+    if public is not None:
+        return public(left, right, offs=ends)  # type: ignore[no-any-return]
+    return torch._grouped_mm(left, right, offs=ends)  # the name before it became public

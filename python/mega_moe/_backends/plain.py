@@ -1,0 +1,211 @@
+"""One layer in plain torch: dispatch, the backend's arithmetic on local experts, combine. Reference and grouped share it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.arithmetic import Arithmetic, Payload
+from mega_moe._backends.control import Control
+from mega_moe._backends.request import Request
+from mega_moe._backends.routing import ReceivePlan, SendPlan, inverse, receive_plan, send_plan
+from mega_moe._backends.staging import Staged, Stager
+from mega_moe._backends.swiglu import wide
+from mega_moe._backends.transport import Transport
+from mega_moe._base.errors import MegaMoEError, PeerError
+
+_PHASES = ("no call", "forward", "backward")
+_FORWARD, _BACKWARD = 1, 2
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+class Header(NamedTuple):
+    """What ranks tell one another before a call; ``counts`` follow it. All int64."""
+
+    call: int
+    refused: int
+    phase: int
+    dtype: int
+    clamp: int
+    needs: int
+
+
+class _Tables(NamedTuple):
+    send: SendPlan
+    receive: ReceivePlan
+    weight: Tensor
+
+
+@dataclass
+class PlainExecutor:
+    """Forward and backward of one buffer. Every public call is collective over the group."""
+
+    request: Request
+    arithmetic: Arithmetic
+    stager: Stager
+    control: Control
+    transport: Transport
+
+    def __post_init__(self) -> None:
+        self._call = 0
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+    ) -> Tensor:
+        quantise = self.arithmetic.quantized_dispatch
+        staged, counts, _ = self._begin(_FORWARD, x, topk_idx, topk_weights, clamp, 0, quantise)
+        arrived, tables = self._dispatch(staged, counts, staged.x)
+        o = self.arithmetic.forward(arrived, tables.weight, w_gate_up, w_down, tables.receive.counts, clamp)
+        return self._combine(o, tables, x.shape, topk_idx.shape[1])
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        needs: tuple[bool, bool, bool, bool],
+        dw_dtype: torch.dtype,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        mask = sum(1 << bit for bit, need in enumerate(needs) if need)
+        # Rows travel in the inputs' dtype: the weight gradients read them so, and quantising on arrival is the same.
+        staged, counts, union = self._begin(_BACKWARD, x, topk_idx, topk_weights, clamp, mask, False)
+        arrived, tables = self._dispatch(staged, counts, (*staged.x, dy))
+        # A rank computes the rows' gradients for every rank that asked, the weights' for itself.
+        wanted = (bool(union & 1), bool(union & 2), needs[2], needs[3])
+        grads = self.arithmetic.backward(
+            arrived[0],
+            arrived[1],
+            tables.weight,
+            w_gate_up,
+            w_down,
+            tables.receive.counts,
+            clamp,
+            wanted,
+            dw_dtype,
+        )
+        dx = dtopk = None
+        if grads.dx is not None:
+            dx = self._combine(grads.dx, tables, x.shape, topk_idx.shape[1])
+        if grads.dw is not None:
+            pairs = torch.zeros(topk_idx.numel(), dtype=grads.dw.dtype, device=x.device)
+            pairs[tables.send.pair] = self._return(grads.dw, tables)
+            dtopk = pairs.view(topk_idx.shape).to(topk_weights.dtype)
+        return (dx if needs[0] else None, dtopk if needs[1] else None, grads.dw_gate_up, grads.dw_down)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks, which are at or on their way to this call, why this rank does not take part."""
+        if self.control.size > 1:
+            self._agree(Header(self._next(), 1, _FORWARD, 0, 0, 0), torch.zeros(0), error)
+
+    def _next(self) -> int:
+        self._call += 1
+        return self._call
+
+    def _begin(
+        self,
+        phase: int,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        clamp: float | None,
+        needs: int,
+        quantise: bool,
+    ) -> tuple[Staged, Tensor, int]:
+        """Stage the inputs and agree on the call -> staged, counts ``[R, E]`` on the CPU, union of needs."""
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise MegaMoEError(
+                "this backend sizes its exchange on the host and cannot be captured into a CUDA graph; "
+                "only the fused backend can"
+            )
+        refusal: Exception | None = None
+        if x.shape[0] > self.request.max_tokens_per_rank:
+            refusal = ValueError(
+                f"x: got {x.shape[0]} tokens, the buffer was built for max_tokens_per_rank="
+                f"{self.request.max_tokens_per_rank}"
+            )
+            topk_idx, topk_weights, x = topk_idx[:0], topk_weights[:0], x[:0]
+        staged = self.stager.stage(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), quantise)
+        experts = self.request.num_experts
+        counts = torch.bincount(staged.topk_idx.reshape(-1) + 1, minlength=experts + 1)[1:]
+        *totals, flag, pair, value = torch.cat((counts, staged.bad)).tolist()  # the only wait for the device
+        if flag and refusal is None:
+            token, slot = divmod(pair, topk_idx.shape[1])
+            refusal = ValueError(
+                f"topk_idx[{token}, {slot}]: got expert {value}, want -1 or 0 to {experts - 1}"
+            )
+        bits = 0 if clamp is None else struct.unpack("q", struct.pack("d", clamp))[0]
+        header = Header(self._next(), int(refusal is not None), phase, _DTYPES.index(x.dtype), bits, needs)
+        return staged, *self._agree(header, torch.tensor(totals, dtype=torch.int64), refusal)
+
+    def _agree(self, header: Header, counts: Tensor, refusal: Exception | None) -> tuple[Tensor, int]:
+        what = f"{_PHASES[header.phase]} call {header.call}"
+        row = torch.zeros(len(header) + self.request.num_experts, dtype=torch.int64)
+        row[: len(header)] = torch.tensor(header)
+        row[len(header) : len(header) + counts.numel()] = counts
+        rows = self.control.exchange(row, what)
+        headers = [Header(*values) for values in rows[:, : len(header)].tolist()]
+        if any(h.refused for h in headers):
+            reasons = self.control.gather(refusal and f"{type(refusal).__name__}: {refusal}", what)
+            if refusal is not None:
+                raise refusal
+            told = "; ".join(f"rank {r}: {why}" for r, why in enumerate(reasons) if why)
+            raise PeerError(f"rank {self.control.rank}: {what} was refused by {told}")
+        for name, shown in (("phase", _PHASES), ("call", None), ("dtype", _DTYPES), ("clamp", None)):
+            values = [getattr(h, name) for h in headers]
+            if len(set(values)) > 1:
+                got = {r: shown[v] if shown else v for r, v in enumerate(values)}
+                raise MegaMoEError(f"ranks disagree on the {name} of {what}: {got}")
+        union = 0
+        for h in headers:
+            union |= h.needs
+        return rows[:, len(header) :], union
+
+    def _dispatch(self, staged: Staged, counts: Tensor, payload: Payload) -> tuple[Payload, _Tables]:
+        send = send_plan(staged.topk_idx, counts, self.control.rank)
+        top_k = max(staged.topk_idx.shape[1], 1)
+        token = send.pair // top_k
+        source = counts.view(len(counts), len(counts), -1)[:, self.control.rank].sum(1).tolist()
+
+        def travel(rows: Tensor) -> Tensor:
+            return self.transport.exchange(rows, send.splits, source)
+
+        receive = receive_plan(travel(token), counts, self.control.rank)
+        weight = travel(staged.topk_weights.reshape(-1)[send.pair])[receive.order]
+        arrived = tuple(_take(travel(_take(part, token)), receive.order) for part in payload)
+        return arrived, _Tables(send, receive, weight)
+
+    def _return(self, rows: Tensor, tables: _Tables) -> Tensor:
+        """Rows in canonical order on the experts' ranks -> rows in the order this rank sent them."""
+        back = _take(rows, inverse(tables.receive.order))
+        return self.transport.exchange(back, tables.receive.splits, tables.send.splits)
+
+    def _combine(self, rows: Tensor, tables: _Tables, shape: torch.Size, top_k: int) -> Tensor:
+        """Sum each token's rows in slot order, wide, rounded once; a token without rows is exactly zero."""
+        tokens, hidden = shape
+        slots = rows.new_zeros(tokens * top_k, hidden)
+        slots[tables.send.pair] = self._return(rows, tables)
+        total = torch.zeros(tokens, hidden, dtype=wide(rows.dtype), device=rows.device)
+        for slot in slots.view(tokens, top_k, hidden).unbind(1):
+            total += slot
+        return total.to(rows.dtype)
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    # Indexing has no kernel for e4m3 on every device; bytes do.
+    if rows.dtype.itemsize == 1:
+        return rows.view(torch.uint8)[index].view(rows.dtype)
+    return rows[index]

@@ -1,0 +1,107 @@
+"""The choice of a backend for one buffer, made once and alike on all ranks, and the executor it leads to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mega_moe._backends.arithmetic import Arithmetic
+from mega_moe._backends.control import Control
+from mega_moe._backends.decide import Verdict, choose, decide
+from mega_moe._backends.facts import RankFacts
+from mega_moe._backends.grouped import GroupedArithmetic
+from mega_moe._backends.plain import PlainExecutor
+from mega_moe._backends.reference import ReferenceArithmetic
+from mega_moe._backends.request import Request
+from mega_moe._backends.staging import KernelStager, Stager, TorchStager
+from mega_moe._backends.transport import GroupTransport, LocalTransport, Transport
+from mega_moe._base.errors import FallbackWarning
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every backend judged for one request, and the choice."""
+
+    request: Request
+    verdicts: tuple[Verdict, ...]
+    chosen: str | None
+
+    def verdict(self, backend: str) -> Verdict:
+        (found,) = (v for v in self.verdicts if v.backend == backend)
+        return found
+
+    @property
+    def reason(self) -> str:
+        """One line: what was chosen, and why not the fused backend where it is not."""
+        if self.chosen is None:
+            return "no backend can serve this request"
+        fused = self.verdict("fused")
+        return self.chosen if fused.accepted else f"{self.chosen}, since {fused}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "request": self.request.as_dict(),
+            "chosen": self.chosen,
+            "verdicts": [
+                {"backend": v.backend, "accepted": v.accepted, "reasons": list(v.reasons)}
+                for v in self.verdicts
+            ],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*(str(v) for v in self.verdicts), f"chosen: {self.chosen or 'none'}"])
+
+
+def explain(
+    request: Request, facts: Sequence[RankFacts], named: str | None = None, strict: bool = False
+) -> Explanation:
+    """Judge and choose; BackendRefusedError when nothing, or not the named backend, can serve the request."""
+    verdicts = decide(request, facts, named)
+    return Explanation(request, verdicts, choose(verdicts, named, strict).backend)
+
+
+def warn_fallback(explanation: Explanation) -> None:
+    """Once per reason and process: the automatic choice is not the fused backend."""
+    message = f"mega_moe uses the backend {explanation.reason}"
+    if explanation.chosen != "fused" and message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, FallbackWarning, stacklevel=3)
+
+
+def build_executor(
+    explanation: Explanation, facts: RankFacts, device: torch.device, control: Control, group: Any
+) -> PlainExecutor:
+    """The executor of the chosen backend on this rank."""
+    request = explanation.request
+    arithmetic: Arithmetic = (
+        GroupedArithmetic() if explanation.chosen == "grouped" else ReferenceArithmetic(request.precision)
+    )
+    transport: Transport = LocalTransport() if group is None else GroupTransport(group)
+    return PlainExecutor(request, arithmetic, _stager(request, facts, device), control, transport)
+
+
+def staging_nbytes(request: Request) -> int:
+    """Bytes of the staging area: the larger of the bf16 form and the fp8 form that the precision needs."""
+    size = request.max_tokens_per_rank, request.top_k, request.hidden
+    forms = (False, True) if request.precision == "fp8" else (False,)
+    return max(KernelStager.nbytes(*size, quantise) for quantise in forms)
+
+
+def _stager(request: Request, facts: RankFacts, device: torch.device) -> Stager:
+    plain = TorchStager(request.num_experts)
+    capability = facts.compute_capability
+    if device.type != "cuda" or capability is None or request.hidden % 128:
+        return plain
+    served = {v.architecture.rstrip("af") for v in facts.variants if v.op == "stage"}
+    if f"{capability[0]}{capability[1]}" not in served:
+        return plain
+    memory = torch.zeros(staging_nbytes(request), dtype=torch.uint8, device=device)
+    return KernelStager(
+        memory, request.max_tokens_per_rank, request.num_experts, request.top_k, request.hidden, plain
+    )

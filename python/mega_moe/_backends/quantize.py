@@ -1,0 +1,61 @@
+"""Blockwise e4m3 quantisation, bit for bit as the kernels do it.
+
+scale = amax / 448 in fp32 (448 is the largest e4m3 number), 1 for an all-zero block; code = e4m3(value / scale), a true
+fp32 division, rounded to nearest even. No other floor: a scale may be denormal. NaN and Inf make their own block NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mega_moe._base.types import SCALE_BLOCK
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+
+
+def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
+    # The clamp only acts on a denormal scale, too coarse to keep amax / scale at 448 or below; it lets NaN through.
+    return (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def _scale(amax: Tensor) -> Tensor:
+    # A divisor tensor: torch turns division by a Python number into a multiplication by its reciprocal.
+    scale = amax / torch.full_like(amax, E4M3_MAX)
+    return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
+def quantize_rows(value: Tensor) -> tuple[Tensor, Tensor]:
+    """``value [M, K]`` in 1 x 128 blocks along K -> codes e4m3 ``[M, K]``, scales fp32 ``[M, K / 128]``."""
+    rows, columns = value.shape
+    blocks = value.float().view(rows, columns // SCALE_BLOCK, SCALE_BLOCK)
+    if rows == 0:
+        return value.to(E4M3), blocks.new_empty(0, columns // SCALE_BLOCK)
+    scale = _scale(blocks.abs().amax(-1, keepdim=True))
+    return _codes(blocks, scale).view(rows, columns), scale.squeeze(-1)
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``weight [N, K]`` in 128 x 128 blocks -> codes e4m3 ``[N, K]``, scales fp32 ``[N / 128, K / 128]``."""
+    n, k = weight.shape
+    blocks = weight.float().view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
+    scale = _scale(blocks.abs().amax(dim=(1, 3), keepdim=True))
+    return _codes(blocks, scale).view(n, k), scale[:, 0, :, 0]
+
+
+def scaled_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """fp32 ``[M, N] = a b^T`` of row-quantised ``a [M, K]`` and block-quantised ``b [N, K]``.
+
+    Each 128 columns of K give an exact partial product (fp64 holds it without rounding), which is scaled and added to
+    the fp32 sum in ascending K: the promotion of the kernels.
+    """
+    (a_codes, a_scale), (b_codes, b_scale) = a, b
+    total = torch.zeros(a_codes.shape[0], b_codes.shape[0], dtype=torch.float32, device=a_codes.device)
+    a_wide, b_wide = a_codes.double(), b_codes.double()
+    per_column = b_scale.repeat_interleave(SCALE_BLOCK, 0)
+    for block in range(a_codes.shape[1] // SCALE_BLOCK):
+        columns = slice(block * SCALE_BLOCK, (block + 1) * SCALE_BLOCK)
+        partial = (a_wide[:, columns] @ b_wide[:, columns].T).float()
+        total += (a_scale[:, block, None] * per_column[None, :, block]) * partial
+    return total

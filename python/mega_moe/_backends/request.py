@@ -1,0 +1,56 @@
+"""What a buffer is asked for: plain data, checked once, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mega_moe._base.types import (
+    MAX_EXPERTS,
+    MAX_RANKS,
+    MAX_TOKENS_PER_RANK,
+    MAX_TOP_K,
+    PRECISIONS,
+    positive_int,
+)
+
+DTYPES = ("bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The static part of a layer. ``dtype`` is that of x and of the weights."""
+
+    num_experts: int
+    max_tokens_per_rank: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    precision: str = "bf16"
+    dtype: str = "bfloat16"
+    num_ranks: int = 1
+    num_reserved_sms: int = 0
+
+    def __post_init__(self) -> None:
+        positive_int("num_experts", self.num_experts, MAX_EXPERTS)
+        positive_int("max_tokens_per_rank", self.max_tokens_per_rank, MAX_TOKENS_PER_RANK)
+        positive_int("top_k", self.top_k, MAX_TOP_K)
+        positive_int("hidden", self.hidden)
+        positive_int("intermediate", self.intermediate)
+        positive_int("num_ranks", self.num_ranks, MAX_RANKS)
+        positive_int("num_reserved_sms", self.num_reserved_sms, zero=True)
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision: got {self.precision!r}, want one of {', '.join(PRECISIONS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: got {self.dtype}, want one of {', '.join(DTYPES)}")
+        if self.num_experts % self.num_ranks:
+            raise ValueError(
+                f"num_experts: got {self.num_experts}, want a multiple of the {self.num_ranks} ranks of the group"
+            )
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,54 @@
+"""Who receives which row, in the canonical order: rows of an expert by (token, source rank, slot)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SendPlan(NamedTuple):
+    """Rows this rank sends, ordered by (expert, token, slot), hence by destination rank.
+
+    ``pair [P]`` = token * k + slot of each row; ``splits`` = rows per destination rank.
+    """
+
+    pair: Tensor
+    splits: list[int]
+
+
+class ReceivePlan(NamedTuple):
+    """Rows this rank receives: ``order [M]`` sorts them from arrival to canonical order; ``counts`` per local expert."""
+
+    order: Tensor
+    counts: list[int]
+    splits: list[int]
+
+
+def send_plan(topk_idx: Tensor, counts: Tensor, rank: int) -> SendPlan:
+    """``topk_idx [T, K]`` with -1 for masked slots; ``counts [R, E]`` (CPU) rows of every rank for every expert."""
+    flat = topk_idx.reshape(-1)
+    # Masked slots sort before expert 0 and are cut off; the stable sort leaves (token, slot) order inside an expert.
+    order = torch.argsort(flat, stable=True)
+    num_ranks = counts.shape[0]
+    splits = counts[rank].view(num_ranks, -1).sum(1).tolist()
+    return SendPlan(order[flat.numel() - sum(splits) :], splits)
+
+
+def receive_plan(tokens: Tensor, counts: Tensor, rank: int) -> ReceivePlan:
+    """``tokens [M]``: source token of each arrived row; arrival order is (source rank, expert, token, slot)."""
+    num_ranks = counts.shape[0]
+    mine = counts.view(num_ranks, num_ranks, -1)[:, rank]
+    num_local = mine.shape[1]
+    # Built on the CPU, where the counts are: repeat_interleave with counts on the device would synchronise again.
+    expert = torch.arange(num_local).repeat(num_ranks).repeat_interleave(mine.reshape(-1))
+    key = expert.to(tokens.device, non_blocking=True) * (1 << 32) + tokens
+    return ReceivePlan(torch.argsort(key, stable=True), mine.sum(0).tolist(), mine.sum(1).tolist())
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes ``order``."""
+    result = torch.empty_like(order)
+    result[order] = torch.arange(order.numel(), device=order.device)
+    return result

@@ -1,0 +1,50 @@
+"""SwiGLU with the routing weight, forward and backward, elementwise in fp32 (fp64 for fp64 inputs)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of elementwise steps and of sums over slots for inputs of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def activate(z: Tensor, clamp: float | None) -> Tensor:
+    """``z [M, 2I] = [gate | up]`` -> ``a [M, I] = silu(g) * u``, wide; with clamp c: g = min(g, c), u in [-c, c]."""
+    gate, up = z.to(wide(z.dtype)).chunk(2, dim=-1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return gate * torch.sigmoid(gate) * up
+
+
+class SwigluGrads(NamedTuple):
+    """Wide results of the backward: ``h [M, I]`` before rounding, ``dz [M, 2I]`` before rounding, ``dw [M]``."""
+
+    h: Tensor
+    dz: Tensor
+    dw: Tensor
+
+
+def activate_backward(z: Tensor, weight: Tensor, dh: Tensor, clamp: float | None) -> SwigluGrads:
+    """From ``z [M, 2I]``, routing weights ``[M]`` and ``dh [M, I]`` (gradient of h = a * w)."""
+    dtype = wide(z.dtype)
+    gate_in, up_in = z.to(dtype).chunk(2, dim=-1)
+    gate, up = gate_in, up_in
+    if clamp is not None:
+        gate, up = gate_in.clamp(max=clamp), up_in.clamp(-clamp, clamp)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    a = silu * up
+    column = weight.to(dtype)[:, None]
+    dh = dh.to(dtype)
+    da = dh * column
+    dgate = da * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+    dup = da * silu
+    if clamp is not None:
+        dgate = torch.where(gate_in <= clamp, dgate, 0)
+        dup = torch.where(up_in.abs() <= clamp, dup, 0)
+    return SwigluGrads(a * column, torch.cat((dgate, dup), dim=-1), (dh * a).sum(-1))

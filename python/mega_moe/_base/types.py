@@ -1,0 +1,26 @@
+"""Names and limits that several layers share."""
+
+from __future__ import annotations
+
+PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
+
+# Checked limits: a token index and a rank share 32 bits of a routing entry with the slot, and expert ids travel as
+# uint16 with 0xFFFF for a masked slot.
+MAX_TOKENS_PER_RANK = 1 << 20
+MAX_TOP_K = 16
+MAX_EXPERTS = 2048
+MAX_RANKS = 32
+
+# Length of a 1 x 128 activation block and edge of a 128 x 128 weight block in the fp8 precisions.
+SCALE_BLOCK = 128
+
+
+def positive_int(name: str, value: object, upper: int | None = None, *, zero: bool = False) -> int:
+    """``value`` as int when it is an integer in [1, upper] (or [0, upper] with ``zero``); else TypeError, ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), want an int")
+    low = 0 if zero else 1
+    if value < low or (upper is not None and value > upper):
+        limit = f"in [{low}, {upper}]" if upper is not None else f"at least {low}"
+        raise ValueError(f"{name}: got {value}, want {limit}")
+    return value

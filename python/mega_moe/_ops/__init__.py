@@ -1,0 +1,1 @@
+"""Schemas, fakes, autograd formulas and library loading: how a call runs, never why its backend was chosen."""

@@ -1,0 +1,199 @@
+"""The layer as torch operators: `save` and `run` forward, `backward` and `backward_into` behind them.
+
+Autograd is two nodes. `save` keeps the inputs and returns a token shaped like y; `run` computes y, keeps nothing, and its
+gradient hands dy to `save`. Activation checkpointing therefore stops its recomputation after `save`, before the layer
+itself runs a second time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_moe._ops import registry
+
+# Calls that reached a backend, by operator: the lowest place where a repeated forward can be seen.
+CALLS: Counter[str] = Counter()
+
+_LAYER = "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
+_CALL = "int handle, float? activation_clamp"
+_INTO = "Tensor(a!) grad_gate_up, Tensor(b!) grad_down"
+
+_library = torch.library.Library("mega_moe", "DEF")
+_library.define(f"save({_LAYER}, Tensor? grad_gate_up, Tensor? grad_down, {_CALL}) -> Tensor")
+_library.define(f"run(Tensor token, {_LAYER}, {_CALL}) -> Tensor")
+_library.define(f"backward(Tensor dy, {_LAYER}, {_CALL}, bool[4] needs) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"backward_into(Tensor dy, {_LAYER}, {_INTO}, {_CALL}, bool[4] needs) -> (Tensor, Tensor)")
+
+
+def _token(x: Tensor) -> Tensor:
+    # One element seen T x H times: the token carries a gradient's shape, never a value.
+    return x.new_zeros(1, 1).expand(x.shape)
+
+
+def _save(x: Tensor, *_: Any) -> Tensor:
+    return _token(x)
+
+
+def _plain(device: torch.device) -> Any:
+    # A custom op inherits the caller's autocast state; the backends choose every dtype themselves.
+    return torch.autocast(device_type=device.type, enabled=False)
+
+
+def _run(
+    token: Tensor,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    handle: int,
+    clamp: float | None,
+) -> Tensor:
+    CALLS["run"] += 1
+    with torch.no_grad(), _plain(x.device):
+        return registry.get(handle).forward(x, idx, weights, w1, w2, clamp)
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    handle: int,
+    clamp: float | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(dy, (x, idx, weights, w1, w2), handle, clamp, needs, w1.dtype)
+
+
+def _gradients(
+    dy: Tensor,
+    inputs: tuple[Tensor, ...],
+    handle: int,
+    clamp: float | None,
+    needs: list[bool],
+    dw_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    CALLS["backward"] += 1
+    need = (needs[0], needs[1], needs[2], needs[3])
+    with torch.no_grad(), _plain(dy.device):
+        got = registry.get(handle).backward(dy, *inputs, clamp, need, dw_dtype)
+    dx, dtopk, dw1, dw2 = (dy.new_empty(0) if g is None else g for g in got)
+    return dx, dtopk, dw1, dw2
+
+
+def _backward_into(
+    dy: Tensor,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    grad_w1: Tensor,
+    grad_w2: Tensor,
+    handle: int,
+    clamp: float | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    # Wide gradients, so that adding into the buffer is their only rounding.
+    wide = torch.promote_types(w1.dtype, torch.float32)
+    dx, dtopk, dw1, dw2 = _gradients(dy, (x, idx, weights, w1, w2), handle, clamp, needs, wide)
+    for grad, dw, needed in ((grad_w1, dw1, needs[2]), (grad_w2, dw2, needs[3])):
+        if needed:
+            grad.add_(dw)
+    return dx, dtopk
+
+
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    handle: int,
+    clamp: float | None,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weights, w1, w2))
+    return tuple(m if need else x.new_empty(0) for m, need in zip(made, needs))
+
+
+def _backward_into_fake(
+    dy: Tensor,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    grad_w1: Tensor,
+    grad_w2: Tensor,
+    handle: int,
+    clamp: float | None,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    return _backward_fake(dy, x, idx, weights, w1, w2, handle, clamp, needs)[:2]
+
+
+def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, grad_w1, grad_w2, handle, clamp = inputs
+    ctx.save_for_backward(*tensors)
+    # Not through save_for_backward: each backward adds into these buffers, which autograd would report as a modified
+    # saved tensor for every other micro-batch in flight.
+    ctx.into = (grad_w1, grad_w2)
+    ctx.call = (handle, clamp)
+
+
+def _save_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needed = ctx.needs_input_grad
+    needs = [needed[0], needed[2], needed[3], needed[4]]
+    tensors, into = ctx.saved_tensors, ctx.into
+    ops = torch.ops.mega_moe
+    # A gradient can be an expanded or transposed view; the backends read dense rows.
+    dy = dy.contiguous()
+    if into[0] is None:
+        grads = ops.backward(dy, *tensors, *ctx.call, needs)
+    else:
+        dx, dtopk = ops.backward_into(dy, *tensors, *into, *ctx.call, needs)
+        # The weights' gradients are in the buffers; a zero of stride 0 keeps their hooks firing and adds nothing.
+        grads = (dx, dtopk, *(w.new_zeros(1, 1, 1).expand(w.shape) for w in tensors[3:]))
+    dx, dtopk, dw1, dw2 = (g if need else None for g, need in zip(grads, needs))
+    return dx, None, dtopk, dw1, dw2, None, None, None, None
+
+
+def _run_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+def _run_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return (dy, *(None,) * 7)
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "mega_moe.moe: double backward is not supported; differentiate the layer once (no create_graph through it)"
+    )
+
+
+for _name, _impl, _fake in (
+    ("save", _save, _save),
+    ("run", _run, lambda token, x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device)),
+    ("backward", _backward, _backward_fake),
+    ("backward_into", _backward_into, _backward_into_fake),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mega_moe::{_name}", _fake, lib=_library)
+    # Every rank of a group must make every call, so none may be removed because its result is unused here.
+    torch.fx.node.has_side_effect(getattr(torch.ops.mega_moe, _name).default)
+
+torch.library.register_autograd("mega_moe::save", _save_backward, setup_context=_save_context, lib=_library)
+torch.library.register_autograd("mega_moe::run", _run_backward, setup_context=_run_context, lib=_library)
+torch.library.register_autograd(
+    "mega_moe::backward", _no_double_backward, setup_context=_run_context, lib=_library
+)

@@ -1,0 +1,82 @@
+"""The only door to the compiled library. It is loaded on first need, never at import."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_moe._base.errors import LibraryError
+
+if sys.version_info >= (3, 11):
+    import tomllib as _toml
+else:
+    import tomli as _toml
+
+_FOLDER = Path(__file__).resolve().parent.parent / "_lib"
+TORCH_FLOOR = (2, 10)
+
+
+@dataclass(frozen=True)
+class LibraryStatus:
+    """Whether the compiled library is in this process; ``reason`` says why not, ``build`` is its build.json."""
+
+    loaded: bool
+    reason: str | None
+    path: str
+    build: dict[str, Any] = field(default_factory=dict)
+
+
+def torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def build_record() -> dict[str, Any]:
+    """build.json of the wheel (CUDA version, architectures, hash of the kernel sources); empty when it is missing."""
+    path = _FOLDER / "build.json"
+    if not path.is_file():
+        return {}
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+@functools.cache
+def status() -> LibraryStatus:
+    """Load the library once and say how that went; never raises."""
+    path = _FOLDER / "mega_moe_ops.so"
+    if torch_version() < TORCH_FLOOR:
+        want = ".".join(map(str, TORCH_FLOOR))
+        return LibraryStatus(
+            False, f"torch is {torch.__version__}, the library needs torch >= {want}", str(path)
+        )
+    if not path.is_file():
+        return LibraryStatus(False, f"{path} is missing: this is not an installed mega-moe wheel", str(path))
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return LibraryStatus(False, f"{path} does not load: {error}", str(path))
+    return LibraryStatus(True, None, str(path), build_record())
+
+
+def require() -> Any:
+    """The op namespace of the compiled library; LibraryError with the reason where it cannot be loaded."""
+    current = status()
+    if not current.loaded:
+        raise LibraryError(current.reason)
+    return torch.ops.mega_moe_kernels
+
+
+@functools.cache
+def variants() -> tuple[dict[str, Any], ...]:
+    """The compiled kernels that variants.toml of the wheel lists; empty when the file is missing."""
+    path = _FOLDER / "variants.toml"
+    if not path.is_file():
+        return ()
+    return tuple(_toml.loads(path.read_text())["variant"])

@@ -1,0 +1,63 @@
+"""Integer handles of live buffers.
+
+Ops take a handle instead of the workspace, so that functionalisation never clones memory whose address peers know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_moe._base.errors import MegaMoEError
+
+
+class Executor(Protocol):
+    """What an op needs of a backend: the two directions of one layer, on real tensors."""
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+    ) -> Tensor: ...
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        needs: tuple[bool, bool, bool, bool],
+        dw_dtype: torch.dtype,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+
+
+_handles = itertools.count(1)
+_live: weakref.WeakValueDictionary[int, Executor] = weakref.WeakValueDictionary()
+
+
+def register(executor: Executor) -> int:
+    handle = next(_handles)
+    _live[handle] = executor
+    return handle
+
+
+def unregister(handle: int) -> None:
+    _live.pop(handle, None)
+
+
+def get(handle: int) -> Executor:
+    executor = _live.get(handle)
+    if executor is None:
+        raise MegaMoEError(f"buffer {handle} was destroyed; build a new MoEBuffer")
+    return executor

@@ -1,0 +1,169 @@
+"""The layer as a function, and the answer to which backend would serve it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends import plan
+from mega_moe._backends.decide import check_name, decide
+from mega_moe._backends.facts import collect, default_device
+from mega_moe._backends.plan import Explanation
+from mega_moe._backends.request import Request
+from mega_moe._ops import layer as _layer  # registers the operators
+from mega_moe.buffer import MoEBuffer
+
+_ = _layer
+
+
+def moe(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *,
+    buffer: MoEBuffer,
+    activation_clamp: float | None = None,
+    backend: str = "auto",
+    grad_buffers: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """A mixture-of-experts layer: dispatch, gate and up projection, SwiGLU, down projection, combine. Collective.
+
+    Args:
+        x: tokens ``[T, H]``, T <= max_tokens_per_rank; T may be 0 and may differ between ranks.
+        topk_idx: global expert ids ``[T, K]``, int32 or int64; -1 masks a slot.
+        topk_weights: routing weights ``[T, K]``, fp32 or bf16 (or x's dtype); used as given, never normalised.
+        w_gate_up: ``[E_local, 2I, H]`` in x's dtype: I gate rows, then I up rows, of this rank's experts.
+        w_down: ``[E_local, H, I]`` in x's dtype.
+        buffer: built once for this shape; its backend serves the call.
+        activation_clamp: c > 0 limits gate to (-inf, c] and up to [-c, c]; gradients are 0 outside.
+        backend: asserts the buffer's backend; "auto" accepts any.
+        grad_buffers: ``(dw_gate_up, dw_down)`` into which backward adds the weights' gradients (fp32 or bf16, or x's
+            dtype); the weights' own .grad then receives zeros.
+
+    Returns:
+        y ``[T, H]`` in x's dtype: sum over slots of weight * expert(x), summed in slot order.
+
+    Differentiable once in x, topk_weights, w_gate_up and w_down. dW holds the sum over the tokens of all ranks.
+
+    Raises:
+        ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
+    """
+    try:
+        _check(x, topk_idx, topk_weights, w_gate_up, w_down, buffer, activation_clamp, backend, grad_buffers)
+    except (ValueError, TypeError) as error:
+        if not torch.compiler.is_compiling() and isinstance(buffer, MoEBuffer):
+            buffer.refuse(error)
+        raise
+    into = (None, None) if grad_buffers is None else grad_buffers
+    inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
+    clamp = None if activation_clamp is None else float(activation_clamp)
+    token = torch.ops.mega_moe.save(*inputs, *into, buffer.handle, clamp)
+    return torch.ops.mega_moe.run(token, *inputs, buffer.handle, clamp)  # type: ignore[no-any-return]
+
+
+def explain(
+    *,
+    num_experts: int,
+    max_tokens_per_rank: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    precision: str = "bf16",
+    dtype: torch.dtype = torch.bfloat16,
+    num_ranks: int = 1,
+    num_reserved_sms: int = 0,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+) -> Explanation:
+    """Which backend would serve such a buffer on this machine, and why not the others. Builds nothing, raises no refusal.
+
+    The ranks of a group are taken to be like this one; a real group is judged when its buffer is built.
+    """
+    request = Request(
+        num_experts,
+        max_tokens_per_rank,
+        top_k,
+        hidden,
+        intermediate,
+        precision,
+        str(dtype).removeprefix("torch."),
+        num_ranks,
+        num_reserved_sms,
+    )
+    where = default_device(None) if device is None else torch.device(device)
+    named = check_name("backend", backend)
+    verdicts = decide(request, [collect(where)], named)
+    accepted = [v.backend for v in verdicts if v.accepted and named in (None, v.backend)]
+    return plan.Explanation(request, verdicts, accepted[0] if accepted else None)
+
+
+def _check(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    buffer: MoEBuffer,
+    clamp: float | None,
+    backend: str,
+    grad_buffers: tuple[Tensor, Tensor] | None,
+) -> None:
+    if not isinstance(buffer, MoEBuffer):
+        raise TypeError(f"buffer: got {type(buffer).__name__}, want MoEBuffer")
+    named = check_name("backend", backend)
+    if named not in (None, buffer.backend):
+        raise ValueError(f"backend: got {backend!r}, the buffer was built for {buffer.backend!r}")
+    if clamp is not None and not clamp > 0:
+        raise ValueError(f"activation_clamp: got {clamp}, want None or a number > 0")
+    hidden, inner, experts = buffer.hidden, buffer.intermediate, buffer.num_local_experts
+    for name, tensor in (("x", x), ("w_gate_up", w_gate_up), ("w_down", w_down)):
+        _tensor(name, tensor, buffer, buffer.dtypes)
+    _shape("x", x, (None, hidden))
+    tokens = x.shape[0]
+    routing_dtypes = (torch.float32, torch.bfloat16, x.dtype)
+    _tensor("topk_idx", topk_idx, buffer, (torch.int32, torch.int64))
+    _tensor("topk_weights", topk_weights, buffer, routing_dtypes)
+    _shape("topk_idx", topk_idx, (tokens, buffer.top_k))
+    _shape("topk_weights", topk_weights, (tokens, buffer.top_k))
+    _shape("w_gate_up", w_gate_up, (experts, 2 * inner, hidden))
+    _shape("w_down", w_down, (experts, hidden, inner))
+    for name, tensor in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if tensor.dtype != x.dtype:
+            raise TypeError(
+                f"{name}: got {tensor.dtype}, want x's dtype {x.dtype} (nn.MegaMoE casts under autocast)"
+            )
+    if tokens > buffer.max_tokens_per_rank:
+        raise ValueError(
+            f"x: got {tokens} tokens, the buffer was built for {buffer.max_tokens_per_rank} per rank"
+        )
+    if grad_buffers is not None:
+        if not isinstance(grad_buffers, tuple) or len(grad_buffers) != 2:
+            raise TypeError("grad_buffers: want a tuple (dw_gate_up, dw_down)")
+        for name, grad, weight in zip(("[0]", "[1]"), grad_buffers, (w_gate_up, w_down)):
+            _tensor(f"grad_buffers{name}", grad, buffer, routing_dtypes)
+            _shape(f"grad_buffers{name}", grad, tuple(weight.shape))
+            if grad.requires_grad:
+                raise ValueError(f"grad_buffers{name}: requires grad, want a plain buffer")
+
+
+def _tensor(name: str, value: Tensor, buffer: MoEBuffer, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, want a Tensor")
+    if not torch.compiler.is_compiling() and hasattr(value, "to_local"):
+        raise TypeError(
+            f"{name}: got {type(value).__name__}, want this rank's plain tensor: pass {name}.to_local()"
+        )
+    if value.dtype not in dtypes:
+        listed = ", ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+        raise TypeError(f"{name}: got {value.dtype}, want one of {listed} (backend {buffer.backend})")
+    if value.device != buffer.device:
+        raise ValueError(f"{name}: got a tensor on {value.device}, the buffer is on {buffer.device}")
+
+
+def _shape(name: str, value: Tensor, want: tuple[int | None, ...]) -> None:
+    got = value.shape
+    if len(got) != len(want) or any(w is not None and g != w for g, w in zip(got, want)):
+        shown = ", ".join("T" if w is None else str(w) for w in want)
+        raise ValueError(f"{name}: got shape {tuple(got)}, want ({shown})")

@@ -1,0 +1,239 @@
+"""The buffer: the fixed part of a mixture-of-experts layer, built once and shared by all layers that run in order."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from mega_moe._backends import plan
+from mega_moe._backends.agreement import agree
+from mega_moe._backends.control import Control, GroupControl, LocalControl
+from mega_moe._backends.decide import check_name
+from mega_moe._backends.facts import RankFacts, collect, default_device
+from mega_moe._backends.request import Request
+from mega_moe._base import env
+from mega_moe._base.errors import MegaMoEError
+from mega_moe._ops import registry
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class MoEBuffer:
+    """Memory, backend and rank facts of a mixture-of-experts layer. Construction is collective over ``group``.
+
+    One buffer serves all layers of a model that run in order. Every rank of the group makes every call: a rank without
+    work calls with T = 0. Each rank feeds its own batch; the experts are spread over the ranks (rank r holds experts
+    r * E / R to (r + 1) * E / R - 1).
+
+    Args:
+        group: a torch.distributed process group; None means one rank and no torch.distributed at all.
+        num_experts: E, global; a multiple of the number of ranks; at most 2048.
+        max_tokens_per_rank: largest T of any call on any rank; below 2^20.
+        top_k: K, slots per token; at most 16.
+        hidden: H, elements of a token.
+        intermediate: I, elements of an expert's hidden layer.
+        precision: "bf16" (the inputs' own dtype), "fp8" (blockwise e4m3), "fp8_bwd" (bf16 forward, fp8 backward) or
+            "mxfp8" (refused until its kernels exist).
+        backend: "auto" takes the first that fits of fused, grouped, reference and warns once when it is not fused; a
+            name raises BackendRefusedError with all reasons where it does not fit.
+        dtype: of x and the weights, as far as it decides the choice of the backend.
+        device: where x lives; default: the current GPU if the group can serve it, else the CPU.
+        num_reserved_sms: SMs that the fused kernels leave to others (NCCL on another stream).
+        arrival_timeout: seconds to wait for a rank that has not come to a call; default: the group's time-out.
+        strict: True forbids falling back from the fused backend; default: MEGA_MOE_STRICT.
+
+    Raises:
+        ValueError, TypeError: a bad argument, or arguments that differ between ranks (on all ranks, with the values).
+        BackendRefusedError: no backend fits, with every reason.
+        PeerError: another rank refused its own arguments.
+        RankTimeoutError: a rank did not come, with its number.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        max_tokens_per_rank: int,
+        top_k: int,
+        hidden: int,
+        intermediate: int,
+        precision: str = "bf16",
+        backend: str = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        num_reserved_sms: int = 0,
+        arrival_timeout: float | None = None,
+        strict: bool | None = None,
+    ) -> None:
+        self._control: Control = LocalControl()
+        if group is not None:
+            self._control = GroupControl(group, arrival_timeout)
+        settings = {
+            "num_experts": num_experts,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "top_k": top_k,
+            "hidden": hidden,
+            "intermediate": intermediate,
+            "precision": precision,
+            "dtype": str(dtype).removeprefix("torch."),
+            "num_reserved_sms": num_reserved_sms,
+        }
+        facts: RankFacts | None = None
+        error: Exception | None = None
+        choice: dict[str, object] = {"backend": backend, "strict": strict}
+        try:
+            request = Request(num_ranks=self._control.size, **settings)  # type: ignore[arg-type]
+            named = _named(backend)
+            choice = {"backend": named or "auto", "strict": env.strict() if strict is None else strict}
+            group_backend = None if group is None else _group_backend(group)
+            where = default_device(group_backend) if device is None else torch.device(device)
+            facts = collect(where, group_backend)
+        except (ValueError, TypeError) as failed:
+            error = failed
+        everyone = agree(self._control, {**settings, **choice}, facts, error)
+        assert facts is not None
+        self._explanation = plan.explain(request, everyone, named, bool(choice["strict"]))
+        if named is None:
+            plan.warn_fallback(self._explanation)
+        self._device = torch.device(facts.device)
+        self._executor = plan.build_executor(self._explanation, facts, self._device, self._control, group)
+        self._handle = registry.register(self._executor)
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that serves every call."""
+        return self._explanation.chosen or ""
+
+    @property
+    def reason(self) -> str:
+        """One line: the backend, and why it is not the fused one where it is not."""
+        return self._explanation.reason
+
+    @property
+    def explanation(self) -> plan.Explanation:
+        """Every backend with its reasons."""
+        return self._explanation
+
+    @property
+    def rank(self) -> int:
+        return self._control.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._control.size
+
+    @property
+    def num_experts(self) -> int:
+        return self._explanation.request.num_experts
+
+    @property
+    def num_local_experts(self) -> int:
+        return self._explanation.request.num_local_experts
+
+    @property
+    def max_tokens_per_rank(self) -> int:
+        return self._explanation.request.max_tokens_per_rank
+
+    @property
+    def top_k(self) -> int:
+        return self._explanation.request.top_k
+
+    @property
+    def hidden(self) -> int:
+        return self._explanation.request.hidden
+
+    @property
+    def intermediate(self) -> int:
+        return self._explanation.request.intermediate
+
+    @property
+    def precision(self) -> str:
+        return self._explanation.request.precision
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def handle(self) -> int:
+        """What the operators take instead of this object; MegaMoEError after destroy()."""
+        if self._handle is None:
+            raise MegaMoEError("this MoEBuffer was destroyed; build a new one")
+        return self._handle
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of x and weights that the backend takes."""
+        return self._executor.arithmetic.dtypes
+
+    @property
+    def stager(self) -> str:
+        """'kernel' where the staging kernel prepares each call, 'torch' where plain operators do."""
+        return self._executor.stager.name
+
+    def refuse(self, error: Exception) -> None:
+        """Let the other ranks' next call raise PeerError with ``error``, which this rank raises instead of calling."""
+        self._executor.refuse(error)
+
+    def check(self) -> None:
+        """Raise what a past call could not report at once; the plain backends report everything in the call itself."""
+        _ = self.handle
+
+    def destroy(self) -> None:
+        """Give back the memory and the control group. Using the buffer afterwards raises; a second call does nothing."""
+        if self._handle is not None:
+            registry.unregister(self._handle)
+            self._handle = None
+            self._control.close()
+            del self._executor
+
+    def __enter__(self) -> MoEBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        request = self._explanation.request
+        return f"MoEBuffer(rank {self.rank} of {self.num_ranks}, {self.backend}, {self._device}, {request})"
+
+    @staticmethod
+    def nbytes(
+        *,
+        num_experts: int,
+        max_tokens_per_rank: int,
+        top_k: int,
+        hidden: int,
+        intermediate: int,
+        precision: str = "bf16",
+        num_ranks: int = 1,
+        training: bool = True,
+    ) -> int:
+        """Bytes of GPU memory that a buffer of this size holds on each rank: the staging area.
+
+        A pure function of its arguments; needs the compiled library, no GPU. Plain backends on a CPU, or on a GPU whose
+        architecture the wheel does not hold, keep nothing.
+        """
+        request = Request(
+            num_experts, max_tokens_per_rank, top_k, hidden, intermediate, precision, num_ranks=num_ranks
+        )
+        return plan.staging_nbytes(request)
+
+
+def _named(backend: str) -> str | None:
+    """The backend that must be used, from the argument or, for 'auto', from MEGA_MOE_BACKEND; None: the first that fits."""
+    named = check_name("backend", backend)
+    outside = env.backend()
+    return named if named is not None or outside is None else check_name("MEGA_MOE_BACKEND", outside)
+
+
+def _group_backend(group: dist.ProcessGroup) -> str:
+    import torch.distributed as dist
+
+    return str(dist.get_backend(group))
