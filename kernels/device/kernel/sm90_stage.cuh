@@ -1,0 +1,34 @@
+#pragma once
+#include "device/kernel/stage_params.h"
+#include "device/role/stage_copy.cuh"
+#include "device/role/stage_quantise.cuh"
+#include "device/role/stage_slots.cuh"
+
+namespace mega_moe::device {
+
+template <bool Quantise, int Threads, int Vectors, int BlocksPerSm>
+struct StageConfig {
+    static constexpr bool kQuantise = Quantise;
+    static constexpr int kThreads = Threads;
+    static constexpr int kVectors = Vectors;
+    static constexpr int kBlocksPerSm = BlocksPerSm;
+    static_assert(kThreads % 32 == 0 && kThreads * kBlocksPerSm <= 2048, "threads of an SM");
+    // 4.3 TB/s over 132 SMs times about 0.8 us of latency is 26 kB; reads are half of it in the copying form.
+    static_assert(kThreads * kVectors * 16 * kBlocksPerSm >= 26 * 1024, "bytes in flight per SM");
+};
+
+// The first blocks take ids and weights, so that these small accesses overlap the stream of x; the rest take
+// x.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) sm90_stage(
+    const __grid_constant__ StageParams p) {
+    if (blockIdx.x < p.num_slot_blocks) {
+        stage_slots<Config>(p, blockIdx.x);
+    } else if constexpr (Config::kQuantise) {
+        stage_quantise<Config>(p, blockIdx.x - p.num_slot_blocks);
+    } else {
+        stage_copy<Config>(p, blockIdx.x - p.num_slot_blocks);
+    }
+}
+
+}  // namespace mega_moe::device

@@ -1,0 +1,21 @@
+#pragma once
+#include <cstdint>
+
+namespace mega_moe::device::ptx {
+
+// 16 bytes of memory that no one writes during the launch. Skips L1, where a stream would only evict.
+__device__ __forceinline__ uint4 load_stream(const void* address) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ void store(void* address, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
+
+}  // namespace mega_moe::device::ptx

@@ -1,0 +1,40 @@
+#include "host/launch.h"
+
+#include <cuda_runtime_api.h>
+
+#include <iterator>
+
+#include "host/make_status.h"
+#include "host/select.h"
+#include "host/variants.h"
+
+namespace mega_moe {
+
+Status prepare_launch(Op op, Precision precision, int device, DeviceFacts& facts,
+                      const Variant*& variant) noexcept {
+    // This library has a CUDA runtime of its own, whose current device need not be the one torch set in its
+    // copy.
+    Status status = cuda_status(cudaSetDevice(device), "cudaSetDevice");
+    if (status.ok) status = read_device_facts(device, facts);
+    if (!status.ok) return status;
+    return select_variant(kVariants, std::size(kVariants), op, precision, facts.compute_capability, variant);
+}
+
+Status launch_variant(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
+                      void* stream) noexcept {
+    const void* kernel = variant.kernel();
+    if (shared_bytes > 48 * 1024) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        if (error != cudaSuccess) return cuda_status(error, variant.name);
+    }
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(static_cast<unsigned>(variant.threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config.stream = static_cast<cudaStream_t>(stream);
+    void* parameters[] = {parameter};
+    return cuda_status(cudaLaunchKernelExC(&config, kernel, parameters), variant.name);
+}
+
+}  // namespace mega_moe

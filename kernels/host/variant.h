@@ -1,0 +1,20 @@
+#pragma once
+
+namespace mega_moe {
+
+enum class Op { kStage, kClockProbe };
+enum class Precision { kNone, kBf16, kFp8 };
+
+// One compiled kernel: what variants.toml says of it and how to reach it.
+struct Variant {
+    const char* name;
+    Op op;
+    Precision precision;
+    const char* architecture;  // as nvcc names it
+    int compute_capability;    // 10 * major + minor; the cubin runs on this one only
+    int threads;
+    int vectors_per_thread;
+    const void* (*kernel)();  // the function that cudaLaunchKernelExC takes
+};
+
+}  // namespace mega_moe
