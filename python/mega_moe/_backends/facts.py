@@ -20,6 +20,7 @@ class Variant:
     op: str
     architecture: str
     precision: str
+    hidden_multiple: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def collect(device: torch.device | str, group_backend: str | None = None) -> Ran
         library_architectures=tuple(status.build.get("architectures", ())),
         kernels_sha256=status.build.get("kernels_sha256"),
         variants=tuple(
-            Variant(v["op"], v["architecture"], v["precision"]) for v in library.variants() if status.loaded
+            Variant(v["op"], v["architecture"], v["precision"], v.get("hidden_multiple", 1))
+            for v in library.variants()
+            if status.loaded
         ),
     )
     if device.type == "cuda":

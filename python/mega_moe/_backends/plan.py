@@ -87,19 +87,30 @@ def build_executor(
 
 
 def staging_nbytes(request: Request) -> int:
-    """Bytes of the staging area: the larger of the bf16 form and the fp8 form that the precision needs."""
+    """Bytes of the staging area: the larger of the forms of x that the precision needs."""
     size = request.max_tokens_per_rank, request.top_k, request.hidden
-    forms = (False, True) if request.precision == "fp8" else (False,)
-    return max(KernelStager.nbytes(*size, quantise) for quantise in forms)
+    return max(KernelStager.nbytes(*size, form == "fp8") for form in _staged_forms(request))
+
+
+def _staged_forms(request: Request) -> tuple[str, ...]:
+    # The backward of fp8 stages x in bf16: the weight gradients read it so.
+    return ("bf16", "fp8") if request.precision == "fp8" else ("bf16",)
 
 
 def _stager(request: Request, facts: RankFacts, device: torch.device) -> Stager:
+    """The staging kernel where the wheel holds it in every form that is needed, else plain operators."""
     plain = TorchStager(request.num_experts)
-    capability = facts.compute_capability
-    if device.type != "cuda" or capability is None or request.hidden % 128:
+    if device.type != "cuda" or facts.compute_capability is None:
         return plain
-    served = {v.architecture.rstrip("af") for v in facts.variants if v.op == "stage"}
-    if f"{capability[0]}{capability[1]}" not in served:
+    architecture = "{}{}".format(*facts.compute_capability)
+    served = {
+        v.precision
+        for v in facts.variants
+        if v.op == "stage"
+        and v.architecture.rstrip("af") == architecture
+        and request.hidden % v.hidden_multiple == 0
+    }
+    if not served.issuperset(_staged_forms(request)):
         return plain
     memory = torch.zeros(staging_nbytes(request), dtype=torch.uint8, device=device)
     return KernelStager(

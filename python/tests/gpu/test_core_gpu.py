@@ -1,0 +1,180 @@
+"""The plain backends on a GPU: the staging kernel in their path, grouped against reference and against fp64."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import mega_moe
+from mega_moe._backends.staging import KernelStager, TorchStager
+from mega_moe.testing import Problem, count_op_calls, fp64_moe_grads, random_problem, relative_l2
+
+# architecture: relative L2 of bf16 results against fp64 fed the same inputs.
+BF16_TOLERANCE = 6e-3
+
+
+def results(problem: Problem, backend: str, precision: str = "bf16") -> list[torch.Tensor]:
+    """y and the four gradients of one forward and backward."""
+    leaves = problem.requires_grad()
+    with mega_moe.MoEBuffer(**leaves.sizes, backend=backend, precision=precision) as buffer:
+        y = mega_moe.moe(*leaves.inputs, buffer=buffer)
+        y.backward(leaves.dy)
+    return [y.detach(), *(grad for grad in leaves.grads() if grad is not None)]
+
+
+def poison(device: torch.device, nbytes: int = 1 << 28) -> None:
+    """Leave NaN in the memory that the allocator hands out next."""
+    blocks = [torch.full((nbytes // 8,), float("nan"), device=device) for _ in range(2)]
+    del blocks
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(tokens=512, hidden=512, intermediate=256, experts=16, top_k=4),
+        dict(tokens=1000, hidden=2048, intermediate=768, experts=128, top_k=8, masked=0.1),
+        dict(tokens=3, hidden=256, intermediate=128, experts=8, top_k=2),
+        dict(hidden=256, intermediate=640, counts=[130, 0, 2048, 300, 0, 70, 1, 63]),
+    ],
+    ids=["small", "30B", "three tokens", "ragged"],
+)
+def test_grouped_matches_fp64_and_reference(cuda_device: torch.device, shape: dict) -> None:
+    problem = random_problem(**shape, device=cuda_device)
+    poison(cuda_device)
+    grouped = results(problem, "grouped")
+    reference = results(problem, "reference")
+    want = fp64_moe_grads(problem.dy, *problem.inputs)
+    assert len(grouped) == len(reference) == len(want) == 5
+    for name, got, emulated, exact in zip(want._fields, grouped, reference, want):
+        assert relative_l2(got, exact) <= BF16_TOLERANCE, name
+        assert relative_l2(emulated, exact) <= BF16_TOLERANCE, name
+        assert relative_l2(got, emulated) <= BF16_TOLERANCE, name
+
+
+def test_expert_without_tokens_gets_exact_zeros(cuda_device: torch.device) -> None:
+    problem = random_problem(hidden=256, intermediate=128, counts=[0, 130, 0, 70, 0], device=cuda_device)
+    for _ in range(3):
+        poison(cuda_device)
+        *_, dw_gate_up, dw_down = results(problem, "grouped")
+        for expert in (0, 2, 4):
+            assert torch.count_nonzero(dw_gate_up[expert]) == 0
+            assert torch.count_nonzero(dw_down[expert]) == 0
+
+
+def test_no_tokens(cuda_device: torch.device) -> None:
+    problem = random_problem(tokens=4, device=cuda_device).tokens(slice(0, 0))
+    y, dx, dtopk, dw_gate_up, dw_down = results(problem, "grouped")
+    assert y.shape == dx.shape == (0, 256)
+    assert dtopk.shape == (0, 2)
+    assert torch.count_nonzero(dw_gate_up) == 0
+    assert torch.count_nonzero(dw_down) == 0
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+def test_staging_kernel_equals_torch(cuda_device: torch.device, quantise: bool) -> None:
+    problem = random_problem(777, 1024, 128, 64, 8, masked=0.2, device=cuda_device)
+    sizes = {**problem.sizes, "max_tokens_per_rank": 1000}
+    buffer = mega_moe.MoEBuffer(**sizes, backend="reference", precision="fp8" if quantise else "bf16")
+    stager = buffer._executor.stager
+    assert isinstance(stager, KernelStager)
+    assert buffer.stager == "kernel"
+    got = stager.stage(*problem.inputs[:3], quantise)
+    want = TorchStager(64).stage(*problem.inputs[:3], quantise)
+    for part, expected in zip(got.x, want.x):
+        assert torch.equal(part.view(torch.uint8), expected.contiguous().view(torch.uint8))
+    assert torch.equal(got.topk_idx, want.topk_idx)
+    assert torch.equal(got.topk_weights, want.topk_weights)
+    assert got.bad.tolist()[0] == 0
+
+
+def test_staging_memory_is_what_nbytes_says(cuda_device: torch.device) -> None:
+    sizes = dict(num_experts=8, max_tokens_per_rank=4096, top_k=2, hidden=2048, intermediate=128)
+    before = torch.cuda.memory_allocated()
+    buffer = mega_moe.MoEBuffer(**sizes, backend="grouped", device=cuda_device)
+    assert torch.cuda.memory_allocated() - before == mega_moe.MoEBuffer.nbytes(**sizes)
+    buffer.destroy()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_bad_id_is_named_and_the_buffer_stays_usable(cuda_device: torch.device) -> None:
+    problem = random_problem(device=cuda_device)
+    ids = problem.topk_idx.clone()
+    ids[7, 1] = 8
+    with mega_moe.MoEBuffer(**problem.sizes, backend="grouped") as buffer:
+        with pytest.raises(ValueError, match=r"topk_idx\[7, 1\]: got expert 8, want -1 or 0 to 7"):
+            mega_moe.moe(problem.x, ids, *problem.inputs[2:], buffer=buffer)
+        y = mega_moe.moe(*problem.inputs, buffer=buffer)
+    assert relative_l2(y, fp64_moe_grads(problem.dy, *problem.inputs).y) <= BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+def test_emulation_is_the_same_on_cpu_and_gpu(cuda_device: torch.device, precision: str) -> None:
+    on_gpu = results(random_problem(200, 256, 256, masked=0.1, device=cuda_device), "reference", precision)
+    on_cpu = results(random_problem(200, 256, 256, masked=0.1), "reference", precision)
+    # Exact partial products; only exp() differs between the devices, by an ulp that can flip an e4m3 code.
+    for got, want in zip(on_gpu, on_cpu):
+        assert relative_l2(got.cpu(), want) <= BF16_TOLERANCE
+
+
+def test_reference_is_bitwise_reproducible(cuda_device: torch.device) -> None:
+    problem = random_problem(512, 512, 256, 16, 4, device=cuda_device)
+    first = results(problem, "reference")
+    for _ in range(5):
+        poison(cuda_device)
+        for got, want in zip(results(problem, "reference"), first):
+            assert torch.equal(got, want)
+
+
+def test_other_stream_and_fp32(cuda_device: torch.device) -> None:
+    problem = random_problem(dtype=torch.float32, device=cuda_device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = results(problem, "grouped")
+    side.synchronize()
+    for value, want in zip(got, fp64_moe_grads(problem.dy, *problem.inputs)):
+        assert relative_l2(value, want) <= 1e-5
+
+
+def test_capture_is_refused_readably_and_leaves_the_process_usable(cuda_device: torch.device) -> None:
+    problem = random_problem(device=cuda_device)
+    with mega_moe.MoEBuffer(**problem.sizes, backend="grouped") as buffer:
+        mega_moe.moe(*problem.inputs, buffer=buffer)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(mega_moe.MegaMoEError, match="cannot be captured"), torch.cuda.graph(graph):
+            mega_moe.moe(*problem.inputs, buffer=buffer)
+        y = mega_moe.moe(*problem.inputs, buffer=buffer)
+    assert torch.isfinite(y).all()
+
+
+def test_compile_and_checkpoint_on_the_gpu(cuda_device: torch.device) -> None:
+    problem = random_problem(device=cuda_device).requires_grad()
+    with mega_moe.MoEBuffer(**problem.sizes, backend="grouped") as buffer:
+
+        def block(x: torch.Tensor) -> torch.Tensor:
+            return x + mega_moe.moe(torch.tanh(x), *problem.inputs[1:], buffer=buffer)
+
+        want = torch.autograd.grad(block(problem.x), problem.x, problem.dy)[0]
+        with count_op_calls() as calls:
+            y = torch.utils.checkpoint.checkpoint(block, problem.x, use_reentrant=False)
+            got = torch.autograd.grad(y, problem.x, problem.dy)[0]
+        assert calls == {"run": 1, "backward": 1}
+        assert torch.equal(got, want)
+        compiled = torch.compile(block, fullgraph=True)
+        got = torch.autograd.grad(compiled(problem.x), problem.x, problem.dy)[0]
+        assert relative_l2(got, want) <= BF16_TOLERANCE
+
+
+def test_automatic_choice_warns_with_the_reason(
+    cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mega_moe._backends import plan
+
+    monkeypatch.setattr(plan, "_warned", set())
+    sizes = random_problem(device=cuda_device).sizes
+    with pytest.warns(mega_moe.FallbackWarning, match="holds no fused forward kernel in bf16 for sm_90a"):
+        buffer = mega_moe.MoEBuffer(**sizes)
+    assert buffer.backend == "grouped"
