@@ -53,7 +53,7 @@ def check_contracts(root: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(root / "python")}
     code = "import sys; from importlinter.cli import lint_imports_command as run; sys.argv[0] = 'lint-imports'; run()"
     return subprocess.run(
-        [sys.executable, "-c", code, "--no-cache"],
+        [sys.executable, "-c", code, "--no-cache", "--no-logo"],
         cwd=root,
         env=environment,
         capture_output=True,
