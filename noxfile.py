@@ -102,6 +102,11 @@ def run_layers(use: Environment) -> None:
     use.run("python", "ci/check_layers.py")
 
 
+def run_docs(use: Environment) -> None:
+    use.run("python", "ci/check_docs.py")
+    use.run("python", "python/benchmarks/report.py", "--check")
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Build and install the wheel, then train the example language model (minutes on two cores). Takes its flags."""
@@ -116,7 +121,7 @@ def tests(session: nox.Session) -> None:
     run_lint(use)
     use.run("mypy")
     run_layers(use)
-    use.run("python", "ci/check_docs.py")
+    run_docs(use)
     use.run("python", "ci/check_wheel.py", wheel)
     use.run("pytest", *session.posargs, env={"MEGA_MOE_REQUIRE_INSTALLED": "1"})
 
@@ -141,8 +146,8 @@ def layers(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Every path, command, name and variable that the documents cite exists."""
-    gates(session, "torch").run("python", "ci/check_docs.py")
+    """Every path, command, name and variable that the documents cite exists; the figures are those of the results."""
+    run_docs(gates(session, "torch"))
 
 
 @nox.session
