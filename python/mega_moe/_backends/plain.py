@@ -12,7 +12,7 @@ from torch import Tensor
 from mega_moe._backends.arithmetic import Arithmetic, Payload
 from mega_moe._backends.control import Control
 from mega_moe._backends.request import Request
-from mega_moe._backends.routing import ReceivePlan, SendPlan, inverse, receive_plan, send_plan
+from mega_moe._backends.routing import ReceivePlan, SendPlan, inverse, receive_plan, send_plan, take
 from mega_moe._backends.staging import Staged, Stager
 from mega_moe._backends.swiglu import wide
 from mega_moe._backends.transport import Transport
@@ -184,13 +184,13 @@ class PlainExecutor:
             return self.transport.exchange(rows, send.splits, source)
 
         receive = receive_plan(travel(token), counts, self.control.rank)
-        weight = travel(staged.topk_weights.reshape(-1)[send.pair])[receive.order]
-        arrived = tuple(_take(travel(_take(part, token)), receive.order) for part in payload)
+        weight = take(travel(staged.topk_weights.reshape(-1)[send.pair]), receive.order)
+        arrived = tuple(take(travel(take(part, token)), receive.order) for part in payload)
         return arrived, _Tables(send, receive, weight)
 
     def _return(self, rows: Tensor, tables: _Tables) -> Tensor:
         """Rows in canonical order on the experts' ranks -> rows in the order this rank sent them."""
-        back = _take(rows, inverse(tables.receive.order))
+        back = take(rows, inverse(tables.receive.order))
         return self.transport.exchange(back, tables.receive.splits, tables.send.splits)
 
     def _combine(self, rows: Tensor, tables: _Tables, shape: torch.Size, top_k: int) -> Tensor:
@@ -202,10 +202,3 @@ class PlainExecutor:
         for slot in slots.view(tokens, top_k, hidden).unbind(1):
             total += slot
         return total.to(rows.dtype)
-
-
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    # Indexing has no kernel for e4m3 on every device; bytes do.
-    if rows.dtype.itemsize == 1:
-        return rows.view(torch.uint8)[index].view(rows.dtype)
-    return rows[index]

@@ -19,9 +19,12 @@ class SendPlan(NamedTuple):
 
 
 class ReceivePlan(NamedTuple):
-    """Rows this rank receives: ``order [M]`` sorts them from arrival to canonical order; ``counts`` per local expert."""
+    """Rows this rank receives: ``order [M]`` sorts them from arrival to canonical order, None where they are sorted.
 
-    order: Tensor
+    ``counts`` rows per local expert, ``splits`` rows per source rank.
+    """
+
+    order: Tensor | None
     counts: list[int]
     splits: list[int]
 
@@ -40,6 +43,8 @@ def receive_plan(tokens: Tensor, counts: Tensor, rank: int) -> ReceivePlan:
     """``tokens [M]``: source token of each arrived row; arrival order is (source rank, expert, token, slot)."""
     num_ranks = counts.shape[0]
     mine = counts.view(num_ranks, num_ranks, -1)[:, rank]
+    if num_ranks == 1:
+        return ReceivePlan(None, mine[0].tolist(), [tokens.numel()])
     num_local = mine.shape[1]
     # Built on the CPU, where the counts are: repeat_interleave with counts on the device would synchronise again.
     expert = torch.arange(num_local).repeat(num_ranks).repeat_interleave(mine.reshape(-1))
@@ -47,8 +52,20 @@ def receive_plan(tokens: Tensor, counts: Tensor, rank: int) -> ReceivePlan:
     return ReceivePlan(torch.argsort(key, stable=True), mine.sum(0).tolist(), mine.sum(1).tolist())
 
 
-def inverse(order: Tensor) -> Tensor:
+def inverse(order: Tensor | None) -> Tensor | None:
     """The permutation that undoes ``order``."""
+    if order is None:
+        return None
     result = torch.empty_like(order)
     result[order] = torch.arange(order.numel(), device=order.device)
     return result
+
+
+def take(rows: Tensor, order: Tensor | None) -> Tensor:
+    """``rows[order]``; None leaves them as they are."""
+    if order is None:
+        return rows
+    # Indexing has no kernel for e4m3 on every device; bytes do.
+    if rows.dtype.itemsize == 1:
+        return rows.view(torch.uint8)[order].view(rows.dtype)
+    return rows[order]
