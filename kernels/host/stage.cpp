@@ -44,6 +44,8 @@ Status launch_stage(const StageProblem& problem) noexcept {
     params.staged_weights = reinterpret_cast<float*>(buffer + s.topk_weights);
     params.error = reinterpret_cast<std::int32_t*>(buffer + s.error);
     params.num_vectors = problem.num_tokens * problem.hidden / 8;
+    params.num_groups =
+        problem.quantise ? static_cast<std::uint32_t>(params.num_vectors * 8 / layout::kQuantGroup) : 0;
     params.num_slots = static_cast<std::uint32_t>(num_slots);
     params.num_slot_blocks = blocks_for(num_slots, std::int64_t{variant->threads} * device::kSlotsPerThread);
     params.top_k = static_cast<std::uint32_t>(problem.top_k);

@@ -1,23 +1,26 @@
 #pragma once
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 
 #include "device/base/macros.cuh"
 
 namespace mega_moe::device {
 
-// The scale factor of one 1x128 group and what is needed to divide by it with three multiply-adds per
-// element.
+// The scale factor of one 1x128 group and what is needed to divide by it with two instructions per element.
 struct GroupScale {
-    float scale;       // amax / 448, or 1 for a group of zeros; what is stored
-    float lift;        // power of two to multiply elements by first; 1 unless the scale is tiny
-    float divisor;     // scale * lift
-    float reciprocal;  // 1 / divisor, correctly rounded
+    float scale;  // amax / 448, or 1 for a group of zeros; what is stored
+    float lift;   // power of two to multiply elements by first; 1 unless the scale is extreme
+    float high;   // 1 / (scale * lift), rounded down, so that `low` is not negative
+    float low;    // what `high` lacks
 };
 
 inline constexpr float kE4m3Max = 448.0f;
-// Below this scale the residual of an element that does not round to zero could leave the fp32 range.
-inline constexpr float kTinyScale = 0x1p-60f;
-inline constexpr float kTinyLift = 0x1p+90f;
+// Within these bounds `low` and its products with elements that do not round to zero are normal numbers.
+inline constexpr float kSmallestPlainScale = 0x1p-60f;
+inline constexpr float kLargestPlainScale = 0x1p+60f;
+inline constexpr float kLiftOfSmall = 0x1p+90f;
+inline constexpr float kLiftOfLarge = 0x1p-60f;
 
 MEGA_MOE_HOST_DEVICE float divide_rn(float a, float b) {
 #if defined(__CUDA_ARCH__)
@@ -43,26 +46,42 @@ MEGA_MOE_HOST_DEVICE float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
+// The next smaller number of a positive one.
+MEGA_MOE_HOST_DEVICE float next_below(float a) {
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(__float_as_uint(a) - 1);
+#else
+    std::uint32_t bits;
+    std::memcpy(&bits, &a, sizeof(bits));
+    --bits;
+    std::memcpy(&a, &bits, sizeof(bits));
+    return a;
+#endif
+}
+
 // amax >= 0, Inf or NaN.
 MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax) {
     GroupScale g;
     g.scale = amax == 0.0f ? 1.0f : divide_rn(amax, kE4m3Max);
-    g.lift = g.scale < kTinyScale ? kTinyLift : 1.0f;
-    g.divisor = g.scale * g.lift;
-    g.reciprocal = reciprocal_rn(g.divisor);
-    // x / Inf is a signed zero, but the residual below would be 0 * Inf. With 0 for both factors it is x * 0.
-    if (g.divisor == INFINITY) g.divisor = 0.0f;
+    g.lift = g.scale < kSmallestPlainScale  ? kLiftOfSmall
+             : g.scale > kLargestPlainScale ? kLiftOfLarge
+                                            : 1.0f;
+    const float divisor = g.scale * g.lift;
+    g.high = reciprocal_rn(divisor);
+    float residual = fused_multiply_add(-divisor, g.high, 1.0f);
+    if (residual < 0.0f) {
+        g.high = next_below(g.high);
+        residual = fused_multiply_add(-divisor, g.high, 1.0f);
+    }
+    // NaN for a divisor of Inf, where `high` is 0 and x / Inf is the signed zero x * 0.
+    g.low = residual > 0.0f ? residual * g.high : 0.0f;
     return g;
 }
 
-// x / scale as IEEE division rounds it, for x = element * lift and |x| <= amax * lift. Where the quotient is
-// so small that e4m3 rounds it to zero only its sign is right. Markstein: the product with the rounded
-// reciprocal is off by at most two units, its residual is exact, and one correction rounds correctly. The
-// residual is negated (product minus x) so that -0 / scale stays -0.
-MEGA_MOE_HOST_DEVICE float divide_by_scale(float x, const GroupScale& g) {
-    const float quotient = x * g.reciprocal;
-    const float negated_residual = fused_multiply_add(quotient, g.divisor, -x);
-    return fused_multiply_add(negated_residual, -g.reciprocal, quotient);
+// x / scale for x = element * lift and |element| <= amax, close enough to IEEE division for e4m3 to round
+// both alike; a test compares all pairs of amax and element. Neither product changes the sign of a zero.
+MEGA_MOE_HOST_DEVICE float divide_by_scale(float x, float high, float low) {
+    return fused_multiply_add(x, high, x * low);
 }
 
 }  // namespace mega_moe::device

@@ -15,6 +15,7 @@ struct StageParams {
     float* staged_weights;
     std::int32_t* error;       // layout::kErrorWords
     std::int64_t num_vectors;  // of x, 8 elements each
+    std::uint32_t num_groups;  // of x, 128 elements each; 0 in the copying form
     std::uint32_t num_slots;   // tokens * top_k
     std::uint32_t num_slot_blocks;
     std::uint32_t top_k;

@@ -10,85 +10,108 @@
 
 namespace mega_moe::device {
 
-// A 16-byte vector holds 8 elements, so 16 lanes hold a group and a warp's load is two groups.
+// A 16-byte vector holds 8 elements, so 16 lanes hold a group of 128 and a warp's load is two groups.
 inline constexpr int kLanesPerGroup = layout::kQuantGroup / 8;
+// Vectors whose groups are reduced together. Each of the eight groups then has a lane of its own that finds
+// its scale.
+inline constexpr int kQuad = 4;
+inline constexpr uint32_t kWholeWarp = 0xFFFFFFFFu;
 
-// Largest magnitude over the vector, per half of the register.
-__device__ __forceinline__ uint32_t amax_of_vector(uint4 v) {
-    return ptx::max_nan_bf16x2(ptx::max_nan_bf16x2(ptx::abs_bf16x2(v.x), ptx::abs_bf16x2(v.y)),
-                               ptx::max_nan_bf16x2(ptx::abs_bf16x2(v.z), ptx::abs_bf16x2(v.w)));
+// Lane, within the 16 lanes of a group, that holds the scale of vector i of a quad; its bits 3 and 0 are
+// those of i.
+__device__ constexpr int scale_lane(int i) {
+    return (i & 2) * 4 + (i & 1);
 }
 
-// The amax of the groups of two vectors, `a`'s in the low half; every lane of a group gets it. bf16 holds it
+// Largest magnitude per half of the register, with a sign that means nothing.
+__device__ __forceinline__ uint32_t amax_of_vector(uint4 v) {
+    return ptx::max_abs_nan_bf16x2(ptx::max_abs_nan_bf16x2(v.x, v.y), ptx::max_abs_nan_bf16x2(v.z, v.w));
+}
+
+// The amax of this lane's parts of the groups of two vectors, the first in the low half. bf16 holds it
 // exactly, so two reductions share each shuffle.
-__device__ __forceinline__ uint32_t amax_of_groups(uint4 a, uint4 b) {
+__device__ __forceinline__ uint32_t amax_of_pair(uint4 a, uint4 b) {
     const uint32_t of_a = amax_of_vector(a);
     const uint32_t of_b = amax_of_vector(b);
-    uint32_t amax = ptx::max_nan_bf16x2(ptx::pack_low_halves(of_a, of_b), ptx::pack_high_halves(of_a, of_b));
-#pragma unroll
-    for (int distance = kLanesPerGroup / 2; distance > 0; distance /= 2)
-        amax = ptx::max_nan_bf16x2(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-    return amax;
+    return ptx::max_abs_nan_bf16x2(ptx::pack_low_halves(of_a, of_b), ptx::pack_high_halves(of_a, of_b));
 }
 
-// Four elements to e4m3, the lowest address in the low byte.
-__device__ __forceinline__ uint32_t quantise_words(uint32_t low, uint32_t high, const GroupScale& g) {
-    float x[4] = {ptx::low_bf16(low), ptx::high_bf16(low), ptx::low_bf16(high), ptx::high_bf16(high)};
-    if (g.lift != 1.0f) {
+// The amax of the group whose scale this lane finds: of vector i for lane scale_lane(i); other lanes get one
+// of these too.
+__device__ __forceinline__ float amax_of_own_group(const uint4 (&v)[kQuad], int lane) {
+    const uint32_t first = amax_of_pair(v[0], v[1]);
+    const uint32_t second = amax_of_pair(v[2], v[3]);
+    const bool upper = (lane & 8) != 0;
+    uint32_t amax = ptx::max_abs_nan_bf16x2(upper ? second : first,
+                                            __shfl_xor_sync(kWholeWarp, upper ? first : second, 8));
 #pragma unroll
-        for (float& element : x)
-            element *= g.lift;
-    }
-#pragma unroll
-    for (float& element : x)
-        element = divide_by_scale(element, g);
-    return ptx::convert_e4m3x4(x[0], x[1], x[2], x[3]);
+    for (int distance = 4; distance > 0; distance /= 2)
+        amax = ptx::max_abs_nan_bf16x2(amax, __shfl_xor_sync(kWholeWarp, amax, distance));
+    amax = ptx::abs_bf16x2(amax);
+    return (lane & 1) != 0 ? ptx::high_bf16(amax) : ptx::low_bf16(amax);
 }
 
-// Quantises one tile: each warp takes kVectors consecutive loads of 512 bytes.
+// Eight elements to e4m3, the lowest address in the low byte.
+__device__ __forceinline__ uint2 quantise_vector(uint4 v, float high, float low) {
+    const auto quotient = [&](float x) { return divide_by_scale(x, high, low); };
+    const auto four = [&](uint32_t a, uint32_t b) {
+        return ptx::convert_e4m3x4(quotient(ptx::low_bf16(a)), quotient(ptx::high_bf16(a)),
+                                   quotient(ptx::low_bf16(b)), quotient(ptx::high_bf16(b)));
+    };
+    return {four(v.x, v.y), four(v.z, v.w)};
+}
+
+// Lanes 2n and 2n+1 hold 8 codes each of both vectors of a pair. They swap, so that the even lane has 16
+// codes of the first vector to store and the odd lane 16 of the second.
+__device__ __forceinline__ uint4 swap_codes(uint2 first, uint2 second, bool odd) {
+    const uint2 sent = odd ? first : second;
+    const uint2 got = {__shfl_xor_sync(kWholeWarp, sent.x, 1), __shfl_xor_sync(kWholeWarp, sent.y, 1)};
+    return odd ? uint4{got.x, got.y, second.x, second.y} : uint4{first.x, first.y, got.x, got.y};
+}
+
+// Quantises one tile: each warp takes kQuad consecutive loads of 512 bytes, which are 8 groups.
 template <class Config>
 __device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t tile) {
-    static_assert(Config::kVectors % 2 == 0, "vectors are handled in pairs");
-    static_assert(Config::kVectors <= kLanesPerGroup, "a lane of each group stores the scale of one vector");
-    constexpr int kWarps = Config::kThreads / 32;
-    constexpr int kGroups = Config::kVectors * 2;
+    static_assert(Config::kVectors == kQuad, "a warp reduces its vectors as one quad");
+    constexpr int kGroups = 2 * kQuad;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const int lane_in_group = lane % kLanesPerGroup;
     const int half = lane / kLanesPerGroup;
-    const int64_t first_group = (int64_t{tile} * kWarps + threadIdx.x / 32) * kGroups;
-    const int64_t groups_left = p.num_vectors / kLanesPerGroup - first_group;
+    const uint32_t first_group = (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroups;
+    if (first_group >= p.num_groups) return;
+    const int groups_left = static_cast<int>(min(p.num_groups - first_group, uint32_t{kGroups})) - half;
 
-    const uint4* source = static_cast<const uint4*>(p.x) + first_group * kLanesPerGroup + lane;
-    uint4 v[Config::kVectors];
+    const uint4* source = static_cast<const uint4*>(p.x) + size_t{first_group} * kLanesPerGroup + lane;
+    uint4 v[kQuad];
 #pragma unroll
-    for (int i = 0; i < Config::kVectors; ++i)
-        v[i] = 2 * i + half < groups_left ? ptx::load_stream(source + i * 32) : uint4{0, 0, 0, 0};
+    for (int i = 0; i < kQuad; ++i)
+        v[i] = 2 * i < groups_left ? ptx::load_stream(source + i * 32) : uint4{0, 0, 0, 0};
 
-    // Lanes 2n and 2n+1 hold 8 codes each of both vectors of a pair. They swap, so that the even lane stores
-    // 16 codes of the first vector and the odd lane 16 of the second.
-    const bool odd = lane % 2 != 0;
-    uint4* target =
-        static_cast<uint4*>(p.staged_x) + first_group * (kLanesPerGroup / 2) + lane / 2 + (odd ? 16 : 0);
-    float scale = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Config::kVectors; i += 2) {
-        const uint32_t amax = amax_of_groups(v[i], v[i + 1]);
-        const GroupScale a = make_group_scale(ptx::low_bf16(amax));
-        const GroupScale b = make_group_scale(ptx::high_bf16(amax));
-        const uint2 codes_a = {quantise_words(v[i].x, v[i].y, a), quantise_words(v[i].z, v[i].w, a)};
-        const uint2 codes_b = {quantise_words(v[i + 1].x, v[i + 1].y, b),
-                               quantise_words(v[i + 1].z, v[i + 1].w, b)};
-        const uint2 sent = odd ? codes_a : codes_b;
-        const uint2 got = {__shfl_xor_sync(0xFFFFFFFFu, sent.x, 1), __shfl_xor_sync(0xFFFFFFFFu, sent.y, 1)};
-        const uint4 codes =
-            odd ? uint4{got.x, got.y, codes_b.x, codes_b.y} : uint4{codes_a.x, codes_a.y, got.x, got.y};
-        if (2 * (i + odd) + half < groups_left) ptx::store(target + i * 16, codes);
-        if (lane_in_group == i) scale = a.scale;
-        if (lane_in_group == i + 1) scale = b.scale;
+    const GroupScale own = make_group_scale(amax_of_own_group(v, lane));
+    const bool odd = (lane & 1) != 0;
+    if ((lane & 6) == 0) {
+        const int i = (lane & 8) / 4 + (lane & 1);
+        if (2 * i < groups_left) p.staged_sf[first_group + 2 * i + half] = own.scale;
     }
-    const int my_group = 2 * lane_in_group + half;
-    if (lane_in_group < Config::kVectors && my_group < groups_left)
-        p.staged_sf[first_group + my_group] = scale;
+    if (__any_sync(kWholeWarp, own.lift != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) {
+            const float lift = __shfl_sync(kWholeWarp, own.lift, scale_lane(i), kLanesPerGroup);
+            v[i] = ptx::scale_bf16x8(v[i], lift);
+        }
+    }
+    uint4* target = static_cast<uint4*>(p.staged_x) + size_t{first_group} * (layout::kQuantGroup / 16) +
+                    lane / 2 + (odd ? 16 : 0);
+#pragma unroll
+    for (int i = 0; i < kQuad; i += 2) {
+        uint2 codes[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            codes[j] = quantise_vector(v[i + j],
+                                       __shfl_sync(kWholeWarp, own.high, scale_lane(i + j), kLanesPerGroup),
+                                       __shfl_sync(kWholeWarp, own.low, scale_lane(i + j), kLanesPerGroup));
+        const uint4 stored = swap_codes(codes[0], codes[1], odd);
+        if (2 * (i + odd) < groups_left) ptx::store(target + i * 16, stored);
+    }
 }
 
 }  // namespace mega_moe::device

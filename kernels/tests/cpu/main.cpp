@@ -1,0 +1,20 @@
+#include <cstring>
+
+#include "cpu/check.h"
+
+// mega_moe_cpu_tests SUITE runs one suite; the exit status says whether it held.
+int main(int count, char** arguments) {
+    const struct {
+        const char* name;
+        void (*run)();
+    } suites[] = {{"group_scale", test_group_scale}, {"select", test_select}, {"staging", test_staging}};
+    CHECK(count == 2, "got %d arguments, want the name of a suite", count - 1);
+    for (const auto& suite : suites) {
+        if (std::strcmp(suite.name, arguments[1]) != 0) continue;
+        suite.run();
+        std::printf("%s: passed\n", suite.name);
+        return 0;
+    }
+    std::fprintf(stderr, "suite: got %s, want group_scale, select or staging\n", arguments[1]);
+    return 2;
+}

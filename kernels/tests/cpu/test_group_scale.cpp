@@ -1,0 +1,106 @@
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "cpu/check.h"
+#include "device/base/group_scale.cuh"
+
+// The kernel divides by two products with a reciprocal. Here every bf16 amax meets every bf16 element up to
+// it, and the e4m3 code must be that of the IEEE quotient.
+namespace {
+
+using mega_moe::device::divide_by_scale;
+using mega_moe::device::GroupScale;
+using mega_moe::device::make_group_scale;
+
+constexpr std::uint32_t kInfinity = 0x7F80;
+
+float from_bf16(std::uint32_t bits) {
+    bits <<= 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+std::uint32_t bits_of(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+// Round to nearest even, clamp to 448, keep the sign of zero; NaN is 0x7F whatever its sign.
+std::uint8_t to_e4m3(float value) {
+    if (std::isnan(value)) return 0x7F;
+    const auto sign = static_cast<std::uint8_t>(std::signbit(value) ? 0x80 : 0);
+    const float magnitude = std::fabs(value);
+    if (magnitude >= 448.0f) return static_cast<std::uint8_t>(sign | 0x7E);
+    // The spacing of e4m3 is 2^-9 below 2^-6 and 2^-3 of the leading power of two above.
+    const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
+    const auto steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
+    // 16 steps carry into the exponent by themselves: the code of a power of two follows that of the number
+    // below.
+    const int code = ((exponent + 6) << 3) + steps;
+    return static_cast<std::uint8_t>(sign | code);
+}
+
+void test_encoder() {
+    for (int code = 0; code < 0x7F; ++code) {
+        const int exponent = code >> 3;
+        const int mantissa = code & 7;
+        const float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                          : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+        CHECK(to_e4m3(value) == code, "%g is %02x, want %02x", value, to_e4m3(value), code);
+        CHECK(to_e4m3(-value) == (code | 0x80), "-%g is %02x", value, to_e4m3(-value));
+    }
+    CHECK(to_e4m3(0x1p-10f) == 0 && to_e4m3(0x1.8p-9f) == 2, "ties go to even");
+}
+
+void check_pair(float amax, float element, const GroupScale& g) {
+    const float want = element / g.scale;
+    const float got = divide_by_scale(element * g.lift, g.high, g.low);
+    if (bits_of(want) == bits_of(got)) return;
+    CHECK(to_e4m3(want) == to_e4m3(got), "%a with amax %a: %a is %02x, want %a, %02x", element, amax, got,
+          to_e4m3(got), want, to_e4m3(want));
+}
+
+void test_all_finite_pairs() {
+    for (std::uint32_t amax_bits = 0; amax_bits < kInfinity; ++amax_bits) {
+        const float amax = from_bf16(amax_bits);
+        const GroupScale g = make_group_scale(amax);
+        const float scale = amax_bits == 0 ? 1.0f : amax / 448.0f;
+        CHECK(bits_of(g.scale) == bits_of(scale), "scale of %a is %a, want %a", amax, g.scale, scale);
+        // Codes depend on the ratio, so 20 binades below the amax show all that do not vanish; one more, and
+        // the smallest elements, show that those vanish with their sign.
+        const std::uint32_t first = amax_bits > 20 * 128 ? amax_bits - 20 * 128 : 0;
+        for (std::uint32_t bits = first; bits <= amax_bits; ++bits) {
+            check_pair(amax, from_bf16(bits), g);
+            check_pair(amax, -from_bf16(bits), g);
+        }
+        for (std::uint32_t bits = 0; bits < first; bits += 61) {
+            check_pair(amax, from_bf16(bits), g);
+            check_pair(amax, -from_bf16(bits), g);
+        }
+    }
+}
+
+void test_infinity_and_nan() {
+    const float infinity = std::numeric_limits<float>::infinity();
+    const GroupScale g = make_group_scale(infinity);
+    CHECK(g.scale == infinity, "scale of Inf is %g", g.scale);
+    for (std::uint32_t bits = 0; bits <= kInfinity; ++bits) {
+        check_pair(infinity, from_bf16(bits), g);
+        check_pair(infinity, -from_bf16(bits), g);
+    }
+    const GroupScale n = make_group_scale(std::numeric_limits<float>::quiet_NaN());
+    CHECK(std::isnan(n.scale), "scale of NaN is %g", n.scale);
+    CHECK(std::isnan(divide_by_scale(1.0f * n.lift, n.high, n.low)), "quotient by NaN");
+}
+
+}  // namespace
+
+void test_group_scale() {
+    test_encoder();
+    test_all_finite_pairs();
+    test_infinity_and_nan();
+}
