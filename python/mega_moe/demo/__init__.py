@@ -2,5 +2,18 @@
 
 Read in this order: `config` (all numbers), `model` (plain PyTorch plus one `MegaMoE` module per layer), `corpus`
 (text), `parallel` (experts over ranks, the rest with FSDP2, one gradient norm over both), `checkpoint`, `trainer` (one
-step), `train` (the loop), `report` (what a run leaves behind).
+step), `train` (the loop), `report` (what a run leaves behind), `command` (the command line).
 """
+
+from __future__ import annotations
+
+
+def main(argv: list[str]) -> int:
+    """The command `mega-moe train` with the words after it; returns the exit status."""
+    # Imported here: reading this package must not pull in what only a run needs.
+    from mega_moe.demo.command import main as command
+
+    return command(argv)
+
+
+__all__ = ["main"]

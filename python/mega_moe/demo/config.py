@@ -40,7 +40,7 @@ class Config:
     eval_sequences: int = 64
 
     # Run.
-    steps: int = 700
+    steps: int = 500
     minutes: float = 4.5  # time box of this invocation's training; 0 is none
     learning_rate: float = 3e-3
     warmup_steps: int = 30

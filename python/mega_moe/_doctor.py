@@ -1,0 +1,212 @@
+"""The command `mega-moe doctor`: what this machine can do, why not more, and what to install."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mega_moe
+from mega_moe._backends.decide import Verdict, decide
+from mega_moe._backends.facts import RankFacts, collect
+from mega_moe._backends.request import Request
+from mega_moe._base.env import VARIABLES
+from mega_moe._ops import library
+
+# The layer that verdicts are given for: that of a 30B model, whose sizes every backend accepts.
+_LAYER: dict[str, Any] = {
+    "num_experts": 128,
+    "top_k": 8,
+    "hidden": 2048,
+    "intermediate": 768,
+    "max_tokens_per_rank": 16384,
+}
+_NVIDIA_SMI_SECONDS = 30  # a driver in trouble lets it hang
+
+
+def main(argv: list[str]) -> int:
+    """Print the examination; 0 when some backend can run on some device, 1 when none can."""
+    parser = argparse.ArgumentParser(
+        prog="mega-moe doctor",
+        description="Versions, library, devices, links, verdict per backend, what to install.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    as_json = parser.parse_args(argv).json
+    found = examine()
+    print(json.dumps(found, indent=1) if as_json else render(found))
+    return 0 if found["ok"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything that the command tells, as plain values."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    facts = [collect(f"cuda:{index}", "nccl" if count > 1 else None) for index in range(count)] or [
+        collect("cpu")
+    ]
+    judgements = _judge(facts)
+    distributions = _distributions()
+    return {
+        "ok": any(verdict["accepted"] for judgement in judgements for verdict in judgement["verdicts"]),
+        "versions": _versions(facts[0]),
+        "library": _library(),
+        "devices": [_device(fact) for fact in facts],
+        "links": _links(facts),
+        "layer": _LAYER,
+        "judgements": judgements,
+        "distributions": distributions,
+        "package": str(Path(mega_moe.__file__).parent),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "advice": _advice(facts, distributions),
+    }
+
+
+def render(found: dict[str, Any]) -> str:
+    """The examination as text."""
+    lines = ["versions"]
+    lines += [f"  {name}: {value or 'none'}" for name, value in found["versions"].items()]
+    lines += [f"library: {'loaded' if found['library']['loaded'] else 'not loaded'}"]
+    lines += [
+        f"  {name}: {_plain(value)}" for name, value in found["library"].items() if name != "loaded" and value
+    ]
+    lines += ["devices"]
+    for device in found["devices"]:
+        lines += ["  " + ", ".join(f"{name} {_plain(value)}" for name, value in device.items() if value)]
+    if found["links"]["peer_access"]:
+        lines += ["peer access (row reads column)"]
+        shown = {True: "y", False: "n", None: "-"}
+        lines += ["  " + " ".join(shown[cell] for cell in row) for row in found["links"]["peer_access"]]
+    if found["links"]["topology"]:
+        lines += ["links", *("  " + line for line in found["links"]["topology"].splitlines())]
+    layer = ", ".join(f"{name}={value}" for name, value in found["layer"].items())
+    for judgement in found["judgements"]:
+        lines += [f"backends on {judgement['where']} ({layer}, bf16)"]
+        for verdict in judgement["verdicts"]:
+            lines += ["  " + str(Verdict(verdict["backend"], tuple(verdict["reasons"])))]
+    lines += [
+        f"installed in: {', '.join(found['distributions']) or 'nowhere'}; imported from: {found['package']}"
+    ]
+    lines += [f"environment: {name}={value}" for name, value in found["environment"].items()]
+    lines += [f"advice: {line}" for line in found["advice"]]
+    return "\n".join(lines)
+
+
+def _judge(facts: list[RankFacts]) -> list[dict[str, Any]]:
+    """Each kind of device on its own, then all GPUs together as the ranks of one group."""
+    cases = [(fact.device, [fact]) for fact in facts]
+    if len(facts) > 1 and _LAYER["num_experts"] % len(facts) == 0:
+        cases.append((f"all {len(facts)} GPUs as one group", facts))
+    judgements: list[dict[str, Any]] = []
+    for where, ranks in cases:
+        verdicts = [
+            {"backend": verdict.backend, "accepted": verdict.accepted, "reasons": list(verdict.reasons)}
+            for verdict in decide(Request(**_LAYER, num_ranks=len(ranks)), ranks)
+        ]
+        last = judgements[-1] if judgements else None
+        if last is not None and len(ranks) == 1 and last["verdicts"] == verdicts:
+            last["where"] += f", {where}"
+        else:
+            judgements.append({"where": where, "verdicts": verdicts})
+    return judgements
+
+
+def _versions(fact: RankFacts) -> dict[str, str | None]:
+    return {
+        "mega_moe": fact.package_version,
+        "torch": fact.torch_version,
+        "torch_cuda": fact.torch_cuda,
+        "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "driver_cuda": _dotted(fact.driver_cuda),
+        "python": platform.python_version(),
+        "glibc": " ".join(platform.libc_ver()).strip(),
+        "platform": platform.platform(),
+    }
+
+
+def _library() -> dict[str, Any]:
+    status = library.status()
+    return {"loaded": status.loaded, "reason": status.reason, "path": status.path, **status.build}
+
+
+def _device(fact: RankFacts) -> dict[str, Any]:
+    return {
+        "device": fact.device,
+        "name": fact.device_name,
+        "capability": _dotted(fact.compute_capability),
+        "sms": fact.num_sms,
+        "memory_bytes": fact.memory_bytes,
+        "uuid": fact.device_uuid,
+    }
+
+
+def _links(facts: list[RankFacts]) -> dict[str, Any]:
+    """peer_access[i][j]: whether GPU i reads GPU j's memory; None for itself. topology: as nvidia-smi draws it."""
+    if len(facts) < 2:
+        return {"peer_access": [], "topology": None}
+    return {
+        "peer_access": [
+            [dict(row.peer_access).get(str(column.device_uuid)) for column in facts] for row in facts
+        ],
+        "topology": _nvidia_smi("topo", "-m"),
+    }
+
+
+def _advice(facts: list[RankFacts], distributions: list[str]) -> list[str]:
+    advice = []
+    if not facts[0].library_loaded:
+        advice.append(
+            f"the compiled library is missing ({facts[0].library_reason}): install the mega-moe wheel"
+        )
+    if facts[0].torch_cuda is None and shutil.which("nvidia-smi"):
+        advice.append(
+            "there is an NVIDIA driver, but this torch is built without CUDA: install a CUDA build of torch"
+        )
+    elif facts[0].torch_cuda is not None and facts[0].device_type == "cpu":
+        advice.append("torch is built with CUDA but sees no GPU: check the driver and CUDA_VISIBLE_DEVICES")
+    if len(distributions) > 1:
+        advice.append(f"mega-moe is installed {len(distributions)} times: uninstall until one is left")
+    package = Path(mega_moe.__file__).parent.parent
+    if distributions and package.resolve() not in {Path(place).resolve() for place in distributions}:
+        advice.append(
+            f"the imported package in {package} hides the installed one: leave that folder or PYTHONPATH"
+        )
+    missing = [name for name in ("tqdm", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        advice.append(f"`mega-moe train` needs {' and '.join(missing)}: pip install 'mega-moe[demo]'")
+    return advice
+
+
+def _distributions() -> list[str]:
+    """Folders in which a distribution named mega-moe is installed."""
+    places = (str(found.locate_file("")) for found in metadata.distributions(name="mega-moe"))
+    return list(dict.fromkeys(places))
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """What nvidia-smi prints, or None where it is missing or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _dotted(pair: tuple[int, int] | None) -> str | None:
+    return None if pair is None else f"{pair[0]}.{pair[1]}"
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
