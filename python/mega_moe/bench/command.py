@@ -14,7 +14,7 @@ from mega_moe.bench import schema
 from mega_moe.bench.protocols import PROTOCOLS
 from mega_moe.bench.ranks import joined
 from mega_moe.bench.shapes import DIRECTIONS, SHAPES, find_shape
-from mega_moe.bench.suite import PARTS, Options, run
+from mega_moe.bench.suite import PARTS, Case, Options, run
 from mega_moe.bench.table import line, render
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -86,12 +86,14 @@ def _options(words: argparse.Namespace, device_type: str) -> Options:
         raise ValueError(f"wheel: got {words.wheel}, wanted a file")
     if words.json is not None and not words.json.absolute().parent.is_dir():
         raise ValueError(f"json: got {words.json}, wanted a path in a folder that exists")
+    backends = tuple(_words(words.backend)) if words.backend else None
     return Options(
         parts=tuple(_known("part", name, PARTS) for name in _words(words.part)),
         shapes=tuple(find_shape(name) for name in shapes),
         tokens=words.tokens,
-        precisions=tuple(_known("precision", name, PRECISIONS) for name in _words(words.precision)),
-        backends=tuple(_words(words.backend)) if words.backend else None,
+        cases=tuple(
+            Case(_known("precision", name, PRECISIONS), backends) for name in _words(words.precision)
+        ),
         directions=tuple(_known("direction", name, DIRECTIONS) for name in _words(words.direction)),
         protocols=tuple(protocol.quick() if words.quick else protocol for protocol in protocols),
         dtype=_DTYPES[words.dtype or ("bfloat16" if on_gpu else "float32")],

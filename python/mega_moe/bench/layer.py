@@ -273,7 +273,7 @@ class _Calls:
 
     def check(self) -> tuple[float | None, str | None]:
         """Relative L2 of the first set's checked tokens against the reference backend, and what is wrong, if it is."""
-        outputs = self.calls[0]()
+        outputs = [output.detach() for output in self.calls[0]()]
         for output in (*outputs, *(self._grad_buffers or ())):
             if not bool(torch.isfinite(output).all()):
                 return None, "an output holds NaN or Inf"

@@ -55,8 +55,8 @@ class Protocol:
 PROTOCOLS: dict[str, Protocol] = {
     protocol.name: protocol
     for protocol in (
-        Protocol("burst", idle_s=0.25, work_s=0.010, at_least=False, windows=10, lead_in=0),
-        Protocol("sustained", idle_s=0.0, work_s=0.3, at_least=True, windows=5, lead_in=1),
+        Protocol("burst", idle_s=0.25, work_s=0.010, at_least=False, windows=9, lead_in=0),
+        Protocol("sustained", idle_s=0.0, work_s=0.3, at_least=True, windows=3, lead_in=1),
     )
 }
 

@@ -148,6 +148,11 @@ class LayerRow:
     """Relative L2 of the checked tokens against the reference backend; null where that refused."""
     outcome: Outcome
 
+    @property
+    def numerics(self) -> str:
+        """The precision in one word: bf16 means the tensors' own dtype, which may be another."""
+        return self.dtype if self.precision == "bf16" and self.dtype != "bfloat16" else self.precision
+
     def __post_init__(self) -> None:
         _require_rate("tflops", self.tflops, self.outcome)
         if self.outcome.status == "measured":

@@ -24,14 +24,21 @@ PARTS = ("ceilings", "stage", "layer")
 
 
 @dataclass(frozen=True)
+class Case:
+    """One precision and the backends that are measured in it; None takes every one."""
+
+    precision: str
+    backends: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
 class Options:
-    """What one run measures; `tokens` None takes each shape's own, `backends` None takes every one."""
+    """What one run measures; `tokens` None takes each shape's own."""
 
     parts: tuple[str, ...]
     shapes: tuple[Shape, ...]
     tokens: int | None
-    precisions: tuple[str, ...]
-    backends: tuple[str, ...] | None
+    cases: tuple[Case, ...]
     directions: tuple[str, ...]
     protocols: tuple[Protocol, ...]
     dtype: torch.dtype
@@ -76,8 +83,8 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
     if "layer" in options.parts:
         for shape in options.shapes:
             problem = random_problem(shape, options.tokens or shape.default_tokens, options.dtype, context)
-            for precision in options.precisions:
-                layer = LayerOptions(precision, options.backends, options.directions, options.dw_dtype)
+            for case in options.cases:
+                layer = LayerOptions(case.precision, case.backends, options.directions, options.dw_dtype)
                 for layer_row in measure_layer(
                     problem, layer, options.protocols, timer, context, product_rates=products
                 ):

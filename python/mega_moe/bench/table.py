@@ -83,7 +83,7 @@ def _cells(row: Row) -> tuple[str, ...]:
             "-",
             protocol,
             milliseconds,
-            f"{row.rate:.3g} {row.unit}",
+            _rate(row.rate, row.unit),
             "-",
             mhz,
             "-",
@@ -91,21 +91,27 @@ def _cells(row: Row) -> tuple[str, ...]:
             "-",
         )
     if isinstance(row, StageRow):
-        rate, percent = f"{row.gb_per_s:.0f} GB/s", _percent(row.percent_of_ceiling)
+        rate, percent = _rate(row.gb_per_s, "GB/s"), _percent(row.percent_of_ceiling)
         return (_subject(row), "-", "-", protocol, milliseconds, rate, percent, mhz, "-", "-", "-")
     return (
-        f"{row.shape} T={row.tokens} {row.precision}",
+        f"{row.shape} T={row.tokens} {row.numerics}",
         row.backend,
         row.direction.replace("_", "+"),
         protocol,
         milliseconds,
-        f"{row.tflops:.3g} TF/s",
+        _rate(row.tflops, "TF/s"),
         _percent(row.percent_of_ceiling),
         mhz,
         row.dw_dtype or "-",
         "n/a" if row.reserved_sms is None else str(row.reserved_sms),
         "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f} GiB",
     )
+
+
+def _rate(value: float | None, unit: str) -> str:
+    assert value is not None
+    # A CPU's products are thousands of times slower than the unit is made for.
+    return f"{value * 1e3:.3g} GF/s" if unit == "TF/s" and value < 1 else f"{value:.4g} {unit}"
 
 
 def _percent(value: float | None) -> str:
@@ -119,7 +125,7 @@ def _subject(row: Row) -> str:
         return f"stage {row.form} T={row.tokens} H={row.hidden}"
     direction = "" if row.direction == "all" else f" {row.direction}"
     reserved = "" if row.reserved_sms is None else f" with {row.reserved_sms} reserved SMs"
-    return f"{row.shape} T={row.tokens} {row.precision}: backend {row.backend}{direction}{reserved}"
+    return f"{row.shape} T={row.tokens} {row.numerics}: backend {row.backend}{direction}{reserved}"
 
 
 def _notes(result: Result) -> list[str]:

@@ -1,0 +1,62 @@
+"""docs/benchmarks.png: TF/s of the layer by backend, beside the product's ceiling of the same run and protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+SHADES = {"burst": 1.0, "sustained": 0.5}
+DASHES = {"burst": "-", "sustained": "--"}
+
+
+def draw(results: list, path: Path, stamp: str) -> None:
+    """One panel per result; `stamp` goes into the file's Description."""
+    figure = Figure(figsize=(10, 0.6 + 3.6 * len(results)), layout="constrained")
+    for panel, result in zip(figure.subplots(len(results), 1, squeeze=False).flat, results):
+        draw_result(panel, result)
+    # Its own colours on a white ground, so that the file reads on a dark page too.
+    figure.savefig(path, dpi=110, metadata={"Description": stamp}, facecolor="white")
+
+
+def draw_result(panel, result) -> None:
+    where = result.environment
+    layer = [row for row in result.rows if row.kind == "layer" and row.outcome.status == "measured"]
+    groups = list(dict.fromkeys((row.shape, row.direction) for row in layer))
+    series = list(dict.fromkeys(series_of(row) for row in layer))
+    backends = list(dict.fromkeys(label for label, _ in series))
+    colors = dict(zip(backends, mpl.color_sequences["tab10"] * len(backends)))
+    width = 0.8 / max(1, len(series))
+    for index, (backend, protocol) in enumerate(series):
+        bars = {
+            (row.shape, row.direction): row.tflops for row in layer if series_of(row) == (backend, protocol)
+        }
+        places = [groups.index(group) + (index - (len(series) - 1) / 2) * width for group in bars]
+        label = f"{backend}, {protocol}"
+        panel.bar(
+            places, list(bars.values()), width, color=colors[backend], alpha=SHADES[protocol], label=label
+        )
+    for row in result.rows:
+        if row.kind == "ceiling" and row.rate is not None and row.unit == "TF/s":
+            protocol = row.outcome.timing.protocol
+            panel.axhline(
+                row.rate,
+                color="0.3",
+                linewidth=0.8,
+                linestyle=DASHES[protocol],
+                label=f"{row.name}, {protocol}",
+            )
+    panel.set_xticks(
+        range(len(groups)), [f"{shape}\n{way.replace('_', '+')}" for shape, way in groups], fontsize=7
+    )
+    panel.set_ylabel("TF/s")
+    ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
+    panel.set_title(f"{where.device}{ranks}, {where.date[:10]}, torch {where.torch}", fontsize=9)
+    panel.legend(fontsize=6, ncols=3)
+
+
+def series_of(row) -> tuple[str, str]:
+    """Backend with what tells it from others of its name, and the protocol."""
+    reserved = f", {row.reserved_sms} SMs reserved" if row.reserved_sms else ""
+    return f"{row.backend} {row.numerics}{reserved}", row.outcome.timing.protocol

@@ -1,0 +1,226 @@
+"""README's table and docs/benchmarks.png from results/*.json, and from nothing else.
+
+    python python/benchmarks/report.py           rewrites both
+    python python/benchmarks/report.py --check   exits 1 when either is not what it would write
+
+The newest result of each device and number of ranks counts. A row is stale when kernels/ has changed since it was
+measured. Needs the standard library alone, and matplotlib to draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+NONE_YET = (
+    "No figures yet: `python/benchmarks/run.py` measures them on a GPU, `mega-moe bench` on your own machine."
+)
+PLOT = Path("docs/benchmarks.png")
+
+
+def load(path: Path) -> ModuleType:
+    """A module by its file: the package's own import would need torch."""
+    spec = importlib.util.spec_from_file_location(f"report_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"{path}: wanted a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their own module up
+    spec.loader.exec_module(module)
+    return module
+
+
+schema = load(ROOT / "python/mega_moe/bench/schema.py")
+hash_kernels = load(ROOT / "kernels/hash_kernels.py")
+
+
+def newest(folder: Path) -> list:
+    """The newest result of each device and number of ranks, by device; every file must be readable."""
+    latest: dict[tuple[str, int], Any] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = schema.read(path)
+        key = (result.environment.device, result.environment.num_ranks)
+        if key not in latest or latest[key].environment.date < result.environment.date:
+            latest[key] = result
+    return [latest[key] for key in sorted(latest)]
+
+
+def report(results: list, kernels_sha256: str) -> str:
+    """What stands between the markers."""
+    if not results:
+        return NONE_YET
+    sections = [section(result, kernels_sha256) for result in results]
+    return "\n\n".join([f"![TF/s of the layer by backend]({PLOT.as_posix()})", *sections])
+
+
+def section(result, kernels_sha256: str) -> str:
+    """One result: where and with what, its table, what was refused."""
+    where = result.environment
+    stale = where.kernels_sha256 != kernels_sha256
+    ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
+    head = (
+        f"**{where.device}{ranks}**, {where.date[:10]}, torch {where.torch}, driver {where.driver or 'unknown'}, "
+        f"kernels {short(where.kernels_sha256)}, wheel {short(where.wheel_sha256)}. "
+        "Two numbers are burst / sustained: 10 ms after a pause / at least 0.3 s back to back."
+    )
+    lines = [
+        head,
+        "",
+        *table(result, stale),
+    ]
+    if stale:
+        lines += ["", f"stale: the present `kernels/` is {short(kernels_sha256)}, not what was measured."]
+    missing = [absent(row) for row in result.rows if row.outcome.status != "measured"]
+    if missing:
+        # An empty line ends the table, which would swallow the list as further rows.
+        lines += ["", *dict.fromkeys(missing)]
+    return "\n".join(lines)
+
+
+def short(sha256: str | None) -> str:
+    return "unknown" if sha256 is None else f"`{sha256[:12]}`"
+
+
+def table(result, stale: bool) -> list[str]:
+    """One line per thing measured, its protocols side by side."""
+    groups: dict[tuple[str, ...], list] = {}
+    for row in result.rows:
+        if row.outcome.status == "measured":
+            groups.setdefault(subject(row), []).append(row)
+    lines = [
+        "| what | backend | direction | ms | rate | of ceiling | MHz | dW | reserved SMs |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (what, backend, direction, unit, dw, reserved), rows in groups.items():
+        rows.sort(key=lambda row: row.outcome.timing.protocol)
+        columns = [
+            " / ".join(f"{row.outcome.timing.seconds * 1e3:.3g}" for row in rows),
+            " / ".join(f"{rate(row):.3g}" for row in rows) + f" {unit}",
+            " / ".join(percent(row) for row in rows),
+            " / ".join(mhz(row) for row in rows),
+        ]
+        name = f"{what} (stale)" if stale else what
+        lines.append(f"| {' | '.join([name, backend, direction, *columns, dw, reserved])} |")
+    return lines
+
+
+def subject(row) -> tuple[str, ...]:
+    """What the protocols of one line have in common: what, backend, direction, unit, dW, reserved SMs."""
+    if row.kind == "ceiling":
+        return (f"{row.name}: {row.what}", "-", "-", row.unit, "-", "-")
+    if row.kind == "stage":
+        return (f"staging {row.form}, T {row.tokens}, H {row.hidden}", "-", "-", "GB/s", "-", "-")
+    reserved = "n/a" if row.reserved_sms is None else str(row.reserved_sms)
+    what = f"{row.shape}, T {row.tokens}, {row.numerics}"
+    return (what, row.backend, row.direction.replace("_", "+"), "TF/s", row.dw_dtype or "-", reserved)
+
+
+def rate(row) -> float:
+    return {"ceiling": lambda: row.rate, "stage": lambda: row.gb_per_s, "layer": lambda: row.tflops}[
+        row.kind
+    ]()
+
+
+def percent(row) -> str:
+    value = None if row.kind == "ceiling" else row.percent_of_ceiling
+    return "-" if value is None else f"{value:.0f} %"
+
+
+def mhz(row) -> str:
+    return "-" if row.outcome.timing.mhz is None else f"{row.outcome.timing.mhz:.0f}"
+
+
+def absent(row) -> str:
+    """A row that has no figure, as a list item with its reasons."""
+    if row.kind == "layer":
+        direction = "" if row.direction == "all" else f", {row.direction.replace('_', '+')}"
+        what = f"{row.backend}, {row.numerics}{direction}, {row.shape}"
+    else:
+        what = subject(row)[0]
+    return f"- {row.outcome.status}: {what}: {'; '.join(row.outcome.reasons)}"
+
+
+def with_report(readme: str, text: str) -> str:
+    """The README with the text between its markers. Raises ValueError unless each marker is there once, in order."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"README.md: wanted {BEGIN} and {END} once each, in this order")
+    before, rest = readme.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def plot_stamp(results: list) -> str:
+    """What ties a plot to the results that it shows: kept inside the PNG, whose bytes differ between libraries."""
+    return (
+        "results " + hashlib.sha256("".join(schema.dumps(result) for result in results).encode()).hexdigest()
+    )
+
+
+def stamp_of(png: Path) -> str | None:
+    """The Description of a PNG file; None without one."""
+    data, position = png.read_bytes(), 8
+    while position + 8 <= len(data):
+        length, kind = struct.unpack(">I4s", data[position : position + 8])
+        body = data[position + 8 : position + 8 + length]
+        if kind == b"tEXt" and body.startswith(b"Description\0"):
+            return body.split(b"\0", 1)[1].decode("latin-1")
+        position += 12 + length
+    return None
+
+
+def faults(root: Path, results: list, kernels_sha256: str) -> list[str]:
+    """What `--check` refuses: a README or a plot that does not come from the results."""
+    found = []
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    if with_report(readme, report(results, kernels_sha256)) != readme:
+        found.append("README.md: the benchmark table is not what results/ and kernels/ give")
+    plot = root / PLOT
+    if results and not plot.is_file():
+        found.append(f"{PLOT}: missing, though there are results")
+    elif results and stamp_of(plot) != plot_stamp(results):
+        found.append(f"{PLOT}: drawn from other results")
+    elif not results and plot.is_file():
+        found.append(f"{PLOT}: no result stands behind it")
+    return found
+
+
+def write(root: Path, results: list, kernels_sha256: str) -> None:
+    readme, plot = root / "README.md", root / PLOT
+    readme.write_text(
+        with_report(readme.read_text(encoding="utf-8"), report(results, kernels_sha256)), encoding="utf-8"
+    )
+    if results:
+        plot.parent.mkdir(exist_ok=True)
+        load(Path(__file__).with_name("plot.py")).draw(results, plot, plot_stamp(results))
+    else:
+        plot.unlink(missing_ok=True)
+
+
+def main(argv: list[str], root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(
+        description="Write README's benchmark table and the plot from results/*.json."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 when something would change"
+    )
+    words = parser.parse_args(argv)
+    results = newest(root / "python/benchmarks/results")
+    kernels_sha256 = hash_kernels.hash_kernels(root / "kernels")
+    if not words.check:
+        write(root, results, kernels_sha256)
+        return 0
+    found = faults(root, results, kernels_sha256)
+    for fault in found:
+        print(f"{fault}; run: python python/benchmarks/report.py", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""The published suite on this machine: writes results/<device>-<date>.json, which report.py reads.
+
+    python python/benchmarks/run.py [--quick] [--wheel FILE] [--results FOLDER] [--shape NAMES]
+    torchrun --nproc-per-node N python/benchmarks/run.py          experts over N GPUs; <device>-xN-<date>.json
+
+Measures the installed package, not the sources beside this file. Exits 1 when a row failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+import mega_moe
+from mega_moe.bench import schema
+from mega_moe.bench.protocols import PROTOCOLS
+from mega_moe.bench.ranks import Context, joined
+from mega_moe.bench.shapes import DIRECTIONS, Shape, find_shape
+from mega_moe.bench.suite import PARTS, Case, Options, run
+from mega_moe.bench.table import line, render
+
+SHAPES = ("30B", "235B", "DeepSeek-V3")
+# The emulation of fp8 arithmetic is there to judge kernels, not to be fast: minutes a call at these sizes.
+FP8_PRECISIONS, NOT_IN_FP8 = ("fp8", "fp8_bwd"), "reference"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Run the published suite on this machine.")
+    parser.add_argument("--quick", action="store_true", help="three windows of each protocol")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="the wheel that was installed")
+    parser.add_argument(
+        "--shape", default=",".join(SHAPES), metavar="NAMES", help="shapes, separated by commas"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", default=Path(__file__).resolve().parent / "results"
+    )
+    words = parser.parse_args(argv)
+    with joined("auto") as context:
+        shapes = tuple(find_shape(name) for name in words.shape.split(","))
+        options = Options(
+            parts=PARTS,
+            shapes=shapes,
+            tokens=None,
+            cases=cases(shapes[0], context),
+            directions=DIRECTIONS,
+            protocols=tuple(p.quick() if words.quick else p for p in PROTOCOLS.values()),
+            dtype=torch.bfloat16 if context.device.type == "cuda" else torch.float32,
+            dw_dtype=None,
+            wheel=words.wheel,
+        )
+        first = context.rank == 0
+        result = run(options, context, argv, lambda row: print(line(row), flush=True) if first else None)
+    if first:
+        words.results.mkdir(parents=True, exist_ok=True)
+        path = words.results / file_name(result.environment)
+        path.write_text(schema.dumps(result), encoding="utf-8")
+        print(render(result), end="")
+        print(f"written: {path}")
+    return 1 if any(row.outcome.status == "failed" for row in result.rows) else 0
+
+
+def cases(shape: Shape, context: Context) -> tuple[Case, ...]:
+    """Every backend in bf16; every one but the emulation in the fp8 precisions."""
+    explanation = mega_moe.explain(
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        max_tokens_per_rank=shape.default_tokens,
+        num_ranks=context.num_ranks,
+        device=context.device,
+    )
+    fast = tuple(v.backend for v in explanation.verdicts if v.backend != NOT_IN_FP8)
+    return (Case("bf16", None), *(Case(precision, fast) for precision in FP8_PRECISIONS))
+
+
+def file_name(environment: schema.Environment) -> str:
+    """<device>-<date>.json, with -xN after the device of a run on N ranks."""
+    device = re.sub(r"[^a-z0-9]+", "-", environment.device.lower()).strip("-")
+    ranks = "" if environment.num_ranks == 1 else f"-x{environment.num_ranks}"
+    return f"{device}{ranks}-{environment.date[:10]}.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""`mega-moe bench` from end to end with the tiny shape, alone and under torchrun."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_moe.bench import main, schema
+from mega_moe.bench.environment import driver_version, wheel_hash
+from mega_moe.bench.problem import random_problem
+from mega_moe.bench.protocols import PROTOCOLS, HostTimer
+from mega_moe.bench.ranks import Context
+from mega_moe.bench.schema import CeilingRow, LayerRow, StageRow
+from mega_moe.bench.shapes import SHAPES
+
+CPU = Context(torch.device("cpu"), None, 0, 1)
+QUICK = ["--device", "cpu", "--quick", "--shape", "tiny"]
+
+
+def test_whole_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    assert main([*QUICK, "--protocol", "burst", "--json", str(path)]) == 0
+    result = schema.read(path)
+    layer = [row for row in result.rows if isinstance(row, LayerRow)]
+    measured = {(row.backend, row.direction): row for row in layer if row.outcome.status == "measured"}
+    assert set(measured) == {
+        (backend, direction)
+        for backend in ("grouped", "reference")
+        for direction in ("forward", "backward", "forward_backward")
+    }
+    for row in measured.values():
+        assert row.outcome.timing is not None
+        assert row.outcome.timing.timer == "perf_counter"
+        assert row.outcome.timing.mhz_reason == "clocks are read on CUDA devices only, the device is cpu"
+        assert row.outcome.timing.input_sets == 3
+        assert row.relative_error is not None
+        assert row.relative_error <= 1e-4
+        assert row.percent_of_ceiling is not None
+        assert row.dtype == "float32"
+        assert row.dw_dtype == (None if row.direction == "forward" else "float32")
+        assert row.reserved_sms is None
+    refused = [row for row in layer if row.outcome.status == "refused"]
+    assert [row.backend for row in refused] == ["fused"]
+    assert "needs an NVIDIA GPU, the device is cpu" in refused[0].outcome.reasons
+    assert {row.name: row.outcome.status for row in result.rows if isinstance(row, CeilingRow)} == {
+        "product float32": "measured",
+        "product float8_e4m3fn": "refused",
+        "device copy": "measured",
+        "peer pull": "refused",
+        "peer push": "refused",
+    }
+    assert [row.outcome.status for row in result.rows if isinstance(row, StageRow)] == ["refused", "refused"]
+    assert result.environment.num_ranks == 1
+    assert "forward+backward" in capsys.readouterr().out
+
+
+def test_sustained_window_is_at_least_its_time_on_a_real_clock(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    words = ["--protocol", "sustained", "--direction", "forward", "--backend", "grouped", "--part", "layer"]
+    assert main([*QUICK, *words, "--json", str(path)]) == 0
+    (row,) = schema.read(path).rows
+    assert row.outcome.timing is not None
+    assert all(s * row.outcome.timing.calls_per_window >= 0.3 for s in row.outcome.timing.windows_s)
+    assert isinstance(row, LayerRow)
+    assert row.percent_of_ceiling is None  # no ceiling was measured in this run
+
+
+def test_weight_gradients_into_buffers_are_stated(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    words = ["--direction", "backward", "--backend", "grouped", "--part", "layer", "--protocol", "burst"]
+    assert main([*QUICK, *words, "--dtype", "bfloat16", "--dw-dtype", "float32", "--json", str(path)]) == 0
+    (row,) = schema.read(path).rows
+    assert isinstance(row, LayerRow)
+    assert (row.dtype, row.dw_dtype, row.numerics) == ("bfloat16", "float32", "bf16")
+
+
+def test_a_precision_that_only_the_reference_can_do_is_refused_by_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    words = ["--direction", "forward", "--precision", "fp8", "--part", "layer", "--protocol", "burst"]
+    assert main([*QUICK, *words, "--dtype", "bfloat16", "--tokens", "16", "--json", str(path)]) == 0
+    status = {row.backend: row.outcome.status for row in schema.read(path).rows if isinstance(row, LayerRow)}
+    assert status == {"fused": "refused", "grouped": "refused", "reference": "measured"}
+
+
+def test_a_backend_that_computes_something_else_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mega_moe._backends.grouped import GroupedArithmetic
+
+    honest = GroupedArithmetic.forward
+    monkeypatch.setattr(GroupedArithmetic, "forward", lambda *args: honest(*args) * 1.01)
+    path = tmp_path / "result.json"
+    words = ["--direction", "forward", "--backend", "grouped", "--part", "layer", "--protocol", "burst"]
+    assert main([*QUICK, *words, "--json", str(path)]) == 1
+    (row,) = schema.read(path).rows
+    assert row.outcome.status == "failed"
+    assert "differs from the reference backend: relative L2 0.01" in row.outcome.reasons[0]
+    assert "failed: tiny" in capsys.readouterr().out
+
+
+def test_a_backend_that_breaks_is_a_row_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mega_moe._backends.grouped import GroupedArithmetic
+
+    def out_of_memory(*args: object) -> None:
+        raise RuntimeError("out of memory: tried to allocate 1 TiB\nmore lines")
+
+    monkeypatch.setattr(GroupedArithmetic, "forward", out_of_memory)
+    path = tmp_path / "result.json"
+    words = ["--direction", "forward", "--part", "layer", "--protocol", "burst"]
+    assert main([*QUICK, *words, "--json", str(path)]) == 1
+    rows = {row.backend: row.outcome for row in schema.read(path).rows if isinstance(row, LayerRow)}
+    assert rows["grouped"].reasons == ("out of memory: tried to allocate 1 TiB",)
+    assert rows["reference"].status == "measured"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shape", "7B"], "shape: got '7B', wanted one of tiny, 30B"),
+        (["--backend", "fast"], "backend: got 'fast', wanted one of fused, grouped, reference"),
+        (["--protocol", "warm"], "protocol: got 'warm', wanted one of burst, sustained"),
+        (["--direction", "up"], "direction: got 'up', wanted one of forward"),
+        (["--precision", "int4"], "precision: got 'int4', wanted one of bf16"),
+        (["--part", "all"], "part: got 'all', wanted one of ceilings, stage, layer"),
+        (["--tokens", "0"], "tokens: got 0, wanted at least 1"),
+        (["--wheel", "missing.whl"], "wheel: got missing.whl, wanted a file"),
+        (["--json", "no/such/folder/x.json"], "wanted a path in a folder that exists"),
+    ],
+)
+def test_bad_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    part = [] if "--part" in words else ["--part", "layer"]
+    assert main(["--device", "cpu", "--quick", *part, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is that of a machine without CUDA")
+def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda"]) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["--direction", "forward_backward", "--backend", "grouped", "--part", "layer", "--protocol", "burst"]
+    subprocess.run(
+        [*torchrun, "-m", "mega_moe.cli", "bench", *QUICK, *words, "--json", str(path)],
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    result = schema.read(path)
+    (row,) = result.rows
+    assert isinstance(row, LayerRow)
+    assert row.outcome.status == "measured"
+    assert (row.num_ranks, result.environment.num_ranks) == (2, 2)
+
+
+def test_the_random_problem_is_one_and_its_routing_is_normalised() -> None:
+    first, again = (random_problem(SHAPES["tiny"], 32, torch.float32, CPU) for _ in range(2))
+    assert len(first.sets) == 3
+    assert torch.equal(first.w_down, again.w_down)
+    assert not torch.equal(first.sets[0].x, first.sets[1].x)
+    for inputs in first.sets:
+        assert torch.allclose(inputs.topk_weights.sum(-1), torch.ones(32))
+        assert all(len(set(ids)) == 2 for ids in inputs.topk_idx.tolist())
+    with pytest.raises(ValueError, match=r"ranks: got 3, wanted a divisor of 8 experts"):
+        random_problem(SHAPES["tiny"], 32, torch.float32, Context(torch.device("cpu"), None, 0, 3))
+
+
+def test_wheel_hash_is_that_of_the_named_file(tmp_path: Path) -> None:
+    wheel = tmp_path / "mega_moe.whl"
+    wheel.write_bytes(b"wheel")
+    assert wheel_hash(wheel) == (hashlib.sha256(b"wheel").hexdigest(), None)
+    digest, reason = wheel_hash(None)
+    assert (digest is None) == (reason is not None)
+
+
+def test_driver_version_is_read_from_the_kernel_module(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    path.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (builder)\nGCC version: 12\n"
+    )
+    assert driver_version(path) == "580.95.05"
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n")
+    assert driver_version(path) == "535.54.03"
+    assert driver_version(tmp_path / "missing") is None
+
+
+def test_poison_spoils_what_an_allocation_may_recycle() -> None:
+    problem = random_problem(SHAPES["tiny"], 8, torch.float32, CPU)
+    problem.poison()  # must neither keep the block nor touch the inputs
+    assert all(bool(torch.isfinite(inputs.x).all()) for inputs in problem.sets)
+
+
+def test_ceiling_that_was_not_reached_by_its_copy_fails() -> None:
+    from mega_moe.bench.ceilings import Ceiling, Operation, measure_ceiling
+
+    lazy = Ceiling(
+        "device copy",
+        "nothing is copied",
+        "GB/s",
+        1e6,
+        lambda _: Operation([lambda: None], lambda: None, lambda: "the target holds bytes 255 to 255"),
+    )
+    (row,) = measure_ceiling(lazy, [PROTOCOLS["burst"].quick()], HostTimer("no GPU"), CPU)
+    assert (row.outcome.status, row.rate) == ("failed", None)
