@@ -2,7 +2,7 @@
 
 #include <cstddef>
 
-#include "device/kernel/stage_params.h"
+#include "device/role/stage_params.h"
 #include "host/launch.h"
 #include "host/make_status.h"
 #include "layout/staging.h"

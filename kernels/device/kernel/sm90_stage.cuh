@@ -1,6 +1,6 @@
 #pragma once
-#include "device/kernel/stage_params.h"
 #include "device/role/stage_copy.cuh"
+#include "device/role/stage_params.h"
 #include "device/role/stage_quantise.cuh"
 #include "device/role/stage_slots.cuh"
 

@@ -1,8 +1,8 @@
 #pragma once
 #include <cstdint>
 
-#include "device/kernel/stage_params.h"
 #include "device/ptx/global_memory.cuh"
+#include "device/role/stage_params.h"
 
 namespace mega_moe::device {
 

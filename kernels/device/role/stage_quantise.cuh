@@ -2,10 +2,10 @@
 #include <cstdint>
 
 #include "device/base/group_scale.cuh"
-#include "device/kernel/stage_params.h"
 #include "device/ptx/bf16x2.cuh"
 #include "device/ptx/e4m3.cuh"
 #include "device/ptx/global_memory.cuh"
+#include "device/role/stage_params.h"
 #include "layout/staging.h"
 
 namespace mega_moe::device {

@@ -1,7 +1,7 @@
 #pragma once
 #include <cstdint>
 
-#include "device/kernel/stage_params.h"
+#include "device/role/stage_params.h"
 #include "layout/staging.h"
 
 namespace mega_moe::device {

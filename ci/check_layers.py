@@ -1,0 +1,148 @@
+"""Refuses an include of the C++ sources that goes up, sideways where it must not, or out to headers a layer may not know.
+
+    python ci/check_layers.py [KERNELS_FOLDER]
+
+The order, from the top: binding, include (the contract), host, device, layout. Within device: kernel, role, then the
+primitives, ptx and base. The build gives each layer only the include folders that it may use, so most of these would not
+compile; what is compiled by nobody, relative paths, the order within device and cycles are caught here alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
+SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".inc"}
+
+# What the files of a layer may include of the project.
+LAYERS: dict[str, set[str]] = {
+    "binding": {"binding", "include"},
+    "include": {"include"},
+    "host": {"host", "include", "device", "layout"},
+    "device": {"device", "layout"},
+    "layout": {"layout"},
+    "tests": {"tests", "host", "include", "device", "layout"},
+    "bench": {"bench", "include", "device", "layout"},
+}
+# Order within device/, highest first; those on one line do not know each other.
+DEVICE_ORDER: list[set[str]] = [
+    {"kernel"},
+    {"role"},
+    {"epilogue", "sched", "comm"},
+    {"pipe", "mma", "tile"},
+    {"ptx"},
+    {"base"},
+]
+# Headers from outside, by prefix, and the only layers that may see them. Others are the standard library's, without a suffix.
+FOREIGN: dict[str, set[str]] = {
+    "torch/": {"binding"},
+    "ATen/": set(),
+    "c10/": set(),
+    "pybind11/": set(),
+    "Python.h": set(),
+    "cuda_runtime_api.h": {"host", "tests", "bench"},
+    "cuda.h": {"host"},
+}
+# Written by the build, not in the tree.
+GENERATED = {"host/variant_table.inc", "host/build_json.inc"}
+
+
+def sources(kernels: Path) -> list[Path]:
+    return sorted(
+        path.relative_to(kernels)
+        for layer in LAYERS
+        for path in (kernels / layer).rglob("*")
+        if path.suffix in SUFFIXES and path.is_file()
+    )
+
+
+def include_name(path: Path) -> str:
+    """The text by which others include a file: include/mega_moe/x.h is "mega_moe/x.h", tests/cpu/x.h is "cpu/x.h"."""
+    return path.relative_to(path.parts[0]).as_posix() if path.parts[0] in {"include", "tests"} else path.as_posix()
+
+
+def device_level(path: Path) -> int | None:
+    for level, names in enumerate(DEVICE_ORDER):
+        if path.parts[1] in names:
+            return level
+    return None
+
+
+def fault_of_foreign(layer: str, name: str) -> str | None:
+    for prefix, allowed in FOREIGN.items():
+        if name.startswith(prefix):
+            return None if layer in allowed else f"only {sorted(allowed) or 'nobody'} may see it"
+    return None if re.fullmatch(r"[a-z_]+", name) else "not a header of the project, the standard library or the list here"
+
+
+def fault_of_internal(path: Path, target: Path) -> str | None:
+    layer, wanted = path.parts[0], target.parts[0]
+    if wanted not in LAYERS[layer]:
+        return f"{layer} may include {sorted(LAYERS[layer])} only"
+    if layer == wanted == "device":
+        own, other = device_level(path), device_level(target)
+        if own is None or other is None:
+            return f"a folder of device/ without a place in the order {[sorted(names) for names in DEVICE_ORDER]}"
+        if other < own or (other == own and path.parts[1] != target.parts[1]):
+            return f"device/{path.parts[1]} may not know device/{target.parts[1]}"
+    return None
+
+
+def cycles(graph: dict[str, list[str]]) -> list[str]:
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> None:
+        if name in trail:
+            found.append(" -> ".join([*trail[trail.index(name) :], name]))
+        elif name not in done:
+            for other in graph.get(name, []):
+                visit(other, [*trail, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+    return found
+
+
+def check(kernels: Path) -> list[str]:
+    """One line per fault below the folder; a folder without sources is one too."""
+    files = sources(kernels)
+    if not files:
+        return [f"{kernels}: no sources in {sorted(LAYERS)}"]
+    by_name = {include_name(path): path for path in files}
+    graph: dict[str, list[str]] = {}
+    faults: list[str] = []
+    for path in files:
+        text = (kernels / path).read_text()
+        for match in INCLUDE.finditer(text):
+            quote, name = match.groups()
+            place = f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {name}"
+            if quote == "<":
+                fault = fault_of_foreign(path.parts[0], name)
+            elif name in GENERATED:
+                fault = None if path.parts[0] in {"host", "tests"} else "only host may see it"
+            elif name in by_name:
+                fault = fault_of_internal(path, by_name[name])
+                graph.setdefault(include_name(path), []).append(name)
+            else:
+                fault = "no such file, as seen from kernels/ (include/ and tests/ being roots)"
+            if fault:
+                faults.append(f"{place}: {fault}")
+    return faults + [f"cycle: {cycle}" for cycle in cycles(graph)]
+
+
+def main(arguments: list[str]) -> int:
+    kernels = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent / "kernels"
+    faults = check(kernels)
+    for fault in faults:
+        print(f"check_layers: {fault}", file=sys.stderr)
+    if not faults:
+        print(f"check_layers: {len(sources(kernels))} sources, calls go down only")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
