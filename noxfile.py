@@ -43,8 +43,31 @@ class Environment:
         command = str(inside) if inside.exists() else program
         self.session.run(command, *map(str, arguments), external=True, env={**self.env, **(env or {})})
 
+    def ask(self, *command: str) -> str:
+        """What `python COMMAND` prints, its errors included, whether it succeeds or not."""
+        answer = self.session.run(
+            str(self.home / "bin" / "python"),
+            *command,
+            external=True,
+            silent=True,
+            success_codes=range(256),
+            env=self.env,
+        )
+        return str(answer).strip()
+
     def install(self, *arguments: str | Path) -> None:
         self.run("python", "-m", "pip", "install", "--quiet", *arguments)
+
+
+def cuda_compiler(build: Environment) -> str:
+    """Path of an nvcc: the machine's, else the one whose packages ci/find_cuda.py names."""
+    answer = build.ask("ci/find_cuda.py")
+    if not Path(answer).is_file():
+        build.install(*answer.rpartition("pip install ")[2].split())
+        answer = build.ask("ci/find_cuda.py")
+    if not Path(answer).is_file():
+        build.session.error(answer)
+    return answer
 
 
 def build_wheel(session: nox.Session) -> Path:
