@@ -112,7 +112,7 @@ class CudaTimer:
         self.mhz_reason: str | None = clock.reason
 
     def window(self, calls: Sequence[Call], count: int) -> tuple[float, float | None]:
-        start, end = self._event(), self._event()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._clock.before()
         start.record()
         _run(calls, count)
@@ -120,10 +120,6 @@ class CudaTimer:
         self._clock.after()
         torch.cuda.synchronize(self._device)
         return start.elapsed_time(end) * 1e-3, self._clock.mhz()
-
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def idle(self, seconds: float) -> None:
         torch.cuda.synchronize(self._device)

@@ -109,7 +109,9 @@ def test_a_window_that_never_reaches_its_time_is_an_error() -> None:
             super().window(calls, 1)
             return (1.0 if len(self.windows) <= 2 else 0.1), None
 
-    with pytest.raises(RuntimeError, match=r"protocol sustained: got windows of 0.100 s, wanted at least 0.3 s"):
+    with pytest.raises(
+        RuntimeError, match=r"protocol sustained: got windows of 0.100 s, wanted at least 0.3 s"
+    ):
         measure(counting_calls(1)[1], PROTOCOLS["sustained"], Vanishing(lambda _: 0.0), OneRank())
 
 
@@ -130,7 +132,11 @@ def test_input_sets_take_turns_and_outputs_are_poisoned_before_each_window() -> 
     poisoned: list[int] = []
     timer = FakeTimer(lambda _: 0.001)
     timing = measure(
-        calls, PROTOCOLS["burst"].quick(), timer, OneRank(), poison=lambda: poisoned.append(len(timer.windows))
+        calls,
+        PROTOCOLS["burst"].quick(),
+        timer,
+        OneRank(),
+        poison=lambda: poisoned.append(len(timer.windows)),
     )
     assert timing.input_sets == 3
     assert max(counts) - min(counts) <= len(timer.windows)
@@ -138,7 +144,9 @@ def test_input_sets_take_turns_and_outputs_are_poisoned_before_each_window() -> 
 
 
 def test_slow_calls_keep_three_windows() -> None:
-    timing = measure(counting_calls(1)[1], PROTOCOLS["burst"], FakeTimer(lambda _: 20.0), OneRank(), budget_s=30)
+    timing = measure(
+        counting_calls(1)[1], PROTOCOLS["burst"], FakeTimer(lambda _: 20.0), OneRank(), budget_s=30
+    )
     assert len(timing.windows_s) == 3
 
 

@@ -32,7 +32,9 @@ def test_shape_is_found_in_any_case_and_a_stranger_is_refused() -> None:
     ],
 )
 def test_flops_of_a_direction(direction: str, recompute: bool, units: int, rule: str) -> None:
-    work = layer_work(SHAPES["30B"], 16384, direction, precision="bf16", dtype="bfloat16", recompute=recompute)
+    work = layer_work(
+        SHAPES["30B"], 16384, direction, precision="bf16", dtype="bfloat16", recompute=recompute
+    )
     assert work == Work({"bfloat16": float(units * 16384 * 8 * 2048 * 768)}, rule)
 
 
@@ -81,6 +83,8 @@ def test_percent_of_ceiling_weighs_each_element_type() -> None:
 def test_staged_bytes_are_read_and_written() -> None:
     shape = StageShape(tokens=16384, hidden=2048, top_k=8, num_experts=128)
     slots = 16384 * 8
-    small = slots * (8 + 4) + slots * (2 + 4)  # int64 ids and fp32 weights read; uint16 ids and fp32 weights written
+    small = slots * (8 + 4) + slots * (
+        2 + 4
+    )  # int64 ids and fp32 weights read; uint16 ids and fp32 weights written
     assert stage_bytes(shape, "bf16") == 16384 * 2048 * 4 + small
     assert stage_bytes(shape, "fp8") == 16384 * (2048 * 3 + 2048 // 128 * 4) + small

@@ -1,0 +1,65 @@
+"""`mega-moe bench` on a GPU: events, clocks read in the kernel, ceilings, staging and layer in one short run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_moe._ops import library
+from mega_moe.bench import main, schema
+from mega_moe.bench.clocks import ClockProbe, make_clock
+from mega_moe.bench.protocols import PROTOCOLS, CudaTimer
+from mega_moe.bench.schema import CeilingRow, LayerRow, StageRow
+
+# No CUDA device that the library is built for runs below or above these.
+MHZ = (300.0, 3000.0)
+
+
+def test_clock_of_a_busy_region(cuda_device: torch.device) -> None:
+    clock = make_clock(cuda_device, library.status().reason)
+    assert isinstance(clock, ClockProbe), clock.reason
+    a = torch.randn(4096, 4096, device=cuda_device, dtype=torch.bfloat16)
+    seconds, mhz = CudaTimer(cuda_device, clock).window([lambda: a @ a], 50)
+    assert seconds > 0
+    assert mhz is not None
+    assert MHZ[0] < mhz < MHZ[1]
+
+
+def test_event_time_agrees_with_the_spin_that_was_asked_for(cuda_device: torch.device) -> None:
+    clock = make_clock(cuda_device, library.status().reason)
+    cycles = 20_000_000
+    timer = CudaTimer(cuda_device, clock)
+    timer.window([lambda: torch.cuda._sleep(cycles)], 1)
+    seconds, mhz = timer.window([lambda: torch.cuda._sleep(cycles)], 3)
+    assert mhz is not None
+    # Three spins of a known number of cycles at the measured clock; launches add microseconds.
+    assert seconds * mhz * 1e6 == pytest.approx(3 * cycles, rel=0.1)
+
+
+def test_short_run(cuda_device: torch.device, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    words = ["--device", "cuda", "--quick", "--shape", "tiny", "--tokens", "4096", "--json", str(path)]
+    assert main(words) == 0
+    result = schema.read(path)
+    for row in result.rows:
+        timing = row.outcome.timing
+        if timing is not None:
+            assert timing.timer == "CUDA events"
+            assert timing.mhz is not None
+            assert MHZ[0] < timing.mhz < MHZ[1]
+            assert timing.protocol in PROTOCOLS
+    ceilings = {(row.name, row.outcome.status) for row in result.rows if isinstance(row, CeilingRow)}
+    assert {
+        ("product bfloat16", "measured"),
+        ("device copy", "measured"),
+        ("peer pull", "refused"),
+    } <= ceilings
+    stages = [row for row in result.rows if isinstance(row, StageRow)]
+    assert {(row.form, row.outcome.status) for row in stages} == {("bf16", "measured"), ("fp8", "measured")}
+    layer = {row.backend: row for row in result.rows if isinstance(row, LayerRow) and row.outcome.timing}
+    assert {"grouped", "reference"} <= set(layer)
+    assert all(row.peak_bytes is not None and row.peak_bytes > 0 for row in layer.values())
+    assert result.environment.kernels_sha256 is not None
+    assert result.environment.num_sms is not None
