@@ -1,10 +1,10 @@
-"""Refuses an include of the C++ sources that goes up, sideways where it must not, or out to headers a layer may not know.
+"""Refuses C++ includes that go up, sideways where they must not, or out to headers that a layer may not know.
 
     python ci/check_layers.py [KERNELS_FOLDER]
 
-The order, from the top: binding, include (the contract), host, device, layout. Within device: kernel, role, then the
-primitives, ptx and base. The build gives each layer only the include folders that it may use, so most of these would not
-compile; what is compiled by nobody, relative paths, the order within device and cycles are caught here alone.
+The order, from the top: binding, include (the contract), host, device, layout. Within device: kernel, role, then
+the primitives, ptx and base. The build gives each layer only the include folders that it may use, so most of these
+would not compile; what nobody compiles, relative paths, the order within device and cycles are caught here alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICE_ORDER: list[set[str]] = [
     {"ptx"},
     {"base"},
 ]
-# Headers from outside, by prefix, and the only layers that may see them. Others are the standard library's, without a suffix.
+# Headers from outside, by prefix, and the only layers that may see them. The standard library's have no suffix.
 FOREIGN: dict[str, set[str]] = {
     "torch/": {"binding"},
     "ATen/": set(),
@@ -60,7 +60,11 @@ def sources(kernels: Path) -> list[Path]:
 
 def include_name(path: Path) -> str:
     """The text by which others include a file: include/mega_moe/x.h is "mega_moe/x.h", tests/cpu/x.h is "cpu/x.h"."""
-    return path.relative_to(path.parts[0]).as_posix() if path.parts[0] in {"include", "tests"} else path.as_posix()
+    return (
+        path.relative_to(path.parts[0]).as_posix()
+        if path.parts[0] in {"include", "tests"}
+        else path.as_posix()
+    )
 
 
 def device_level(path: Path) -> int | None:
@@ -74,7 +78,11 @@ def fault_of_foreign(layer: str, name: str) -> str | None:
     for prefix, allowed in FOREIGN.items():
         if name.startswith(prefix):
             return None if layer in allowed else f"only {sorted(allowed) or 'nobody'} may see it"
-    return None if re.fullmatch(r"[a-z_]+", name) else "not a header of the project, the standard library or the list here"
+    return (
+        None
+        if re.fullmatch(r"[a-z_]+", name)
+        else "not a header of the project, the standard library or the list here"
+    )
 
 
 def fault_of_internal(path: Path, target: Path) -> str | None:

@@ -2,9 +2,9 @@
 
     python ci/check_ptxas.py kernels/variants.toml LOG_FOLDER
 
-LOG_FOLDER holds one `<variant>.log` per variant with what `nvcc -Xptxas=-v` printed. A variant is refused when its log is
-missing or reports no kernel, when spill stores, spill loads or the stack frame of any kernel exceed `spill_bytes` of the variant,
-or when the log holds a C75xx remark (wgmma serialised, setmaxnreg dropped).
+LOG_FOLDER holds one `<variant>.log` per variant with what `nvcc -Xptxas=-v` printed. A variant is refused when its
+log is missing or reports no kernel, when spill stores, spill loads or the stack frame of any kernel exceed its
+`spill_bytes`, or when the log holds a C75xx remark (wgmma serialised, setmaxnreg dropped).
 """
 
 from __future__ import annotations

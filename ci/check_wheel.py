@@ -1,0 +1,175 @@
+"""Judges a built wheel: tag, files, metadata, needed libraries, symbols, stable ABI, architectures, size.
+
+    python ci/check_wheel.py WHEEL
+
+Prints one line per fault and exits 1 when there is any. Needs the packages pyelftools, torch-abi-audit and
+nvidia-cuda-cuobjdump (or a cuobjdump on PATH).
+"""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import elf_rules
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NAME = re.compile(
+    r"mega_moe-(?P<version>[\w.!+]+)-py3-none-(?:manylinux_2_\d+|linux)_(?:x86_64|aarch64)\.whl"
+)
+MAX_BYTES = 10_000_000
+LIBRARY = "mega_moe/_lib/mega_moe_ops.so"
+VARIANTS = "mega_moe/_lib/variants.toml"
+BUILD = "mega_moe/_lib/build.json"
+MUST_HOLD = ("mega_moe/__init__.py", "mega_moe/py.typed", LIBRARY, VARIANTS, BUILD)
+ALLOWED_FILE = re.compile(r"mega_moe/(?:[\w/]+\.py|py\.typed|_lib/[\w.]+)|mega_moe-[^/]+\.dist-info/.+")
+ALLOWED_IN_LIB = {LIBRARY, VARIANTS, BUILD}
+FORBIDDEN_PART = {"tests", "test", "benchmarks", "kernels", "__pycache__"}
+BUILD_KEYS = {"version", "cuda", "architectures", "torch_target", "kernels_sha256"}
+
+
+def name_faults(name: str) -> list[str]:
+    want = "mega_moe-<version>-py3-none-<linux or manylinux>_<x86_64 or aarch64>.whl"
+    return [] if NAME.fullmatch(name) else [f"name is {name}, must be {want}"]
+
+
+def file_faults(names: list[str]) -> list[str]:
+    faults = [f"{name} is missing" for name in MUST_HOLD if name not in names]
+    if not any(re.fullmatch(r"mega_moe-[^/]+\.dist-info/licenses/LICENSE", name) for name in names):
+        faults.append("the licence is missing from dist-info/licenses")
+    for name in names:
+        extra_in_lib = name.startswith("mega_moe/_lib/") and name not in ALLOWED_IN_LIB
+        if (
+            not ALLOWED_FILE.fullmatch(name)
+            or extra_in_lib
+            or FORBIDDEN_PART.intersection(PurePosixPath(name).parts)
+        ):
+            faults.append(f"{name} does not belong into a wheel")
+    return faults
+
+
+def metadata_faults(metadata: str, wheel: str, build: dict[str, object], version: str | None) -> list[str]:
+    faults = []
+    if "Root-Is-Purelib: false" not in wheel:
+        faults.append("WHEEL does not say Root-Is-Purelib: false, but the wheel holds compiled code")
+    message = email.message_from_string(metadata)
+    floor = f"torch>={build.get('torch_target')}"
+    torch = [line for line in message.get_all("Requires-Dist", []) if re.match(r"torch\b(?!-)", line)]
+    if torch != [floor]:
+        faults.append(
+            f"Requires-Dist for torch is {torch}, must be [{floor!r}], the target of the build and no upper bound"
+        )
+    if set(build) != BUILD_KEYS:
+        faults.append(f"build.json has {sorted(build)}, must have {sorted(BUILD_KEYS)}")
+    for place, got in (("METADATA", message.get("Version")), ("build.json", build.get("version"))):
+        # build.json knows no local label such as +cu130: one binary, labelled when it is published.
+        if version is not None and str(got).partition("+")[0] != version.partition("+")[0]:
+            faults.append(f"version in {place} is {got}, in the file name {version}")
+    return faults
+
+
+def architecture_faults(
+    cubins: list[str], ptx: list[str], variants: str, build: dict[str, object]
+) -> list[str]:
+    """Cubins by file name as cuobjdump lists them, against both lists of architectures in the wheel."""
+    want = {variant["architecture"] for variant in tomllib.loads(variants)["variant"]}
+    got = {match[1] for name in cubins if (match := re.search(r"\.sm_(\w+)\.cubin$", name))}
+    faults = []
+    if got != want:
+        faults.append(f"cubins are for {sorted(got)}, variants.toml lists {sorted(want)}")
+    if build.get("architectures") != sorted(want):
+        faults.append(f"build.json lists {build.get('architectures')}, variants.toml {sorted(want)}")
+    return faults + [f"holds PTX {name}, which would be compiled on the user's machine" for name in ptx]
+
+
+def tool(name: str, *folders: Path) -> str:
+    """Path of a program: in one of the folders, beside this Python, or on PATH."""
+    places = [*map(str, folders), sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+    found = shutil.which(name, path=os.pathsep.join(places))
+    if found is None:
+        raise FileNotFoundError(
+            f"{name}: not found in {places}; it comes with the dependency group check-wheel"
+        )
+    return found
+
+
+def cuobjdump(option: str, library: Path) -> list[str]:
+    """File names that `cuobjdump option` lists."""
+    program = tool("cuobjdump", Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin")
+    # It ends with an error where there is nothing to list.
+    run = subprocess.run([program, option, library], capture_output=True, text=True, check=False)
+    return re.findall(r"file\s+\d+: (\S+)", run.stdout)
+
+
+def stable_abi_faults(library: Path, floor: object) -> list[str]:
+    """The verdict of torch-abi-audit, which knows in which torch each function of the stable ABI appeared."""
+    command = [tool("torch-abi-audit"), str(library), "-v", "--check", "torch"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        return [f"torch-abi-audit: {line}" for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+    match = re.search(r"Min torch:\s+(\d+)\.(\d+)", run.stdout)
+    if match is None:
+        return [f"torch-abi-audit names no minimum of torch: {run.stdout}"]
+    if (int(match[1]), int(match[2])) > tuple(map(int, str(floor).split("."))):
+        return [f"needs torch {match[1]}.{match[2]}, build.json says {floor}"]
+    return []
+
+
+def library_faults(library: Path, variants: str, build: dict[str, object]) -> list[str]:
+    faults = elf_rules.library_faults(library) + stable_abi_faults(library, build.get("torch_target"))
+    faults += architecture_faults(
+        cuobjdump("--list-elf", library), cuobjdump("--list-ptx", library), variants, build
+    )
+    return [f"{library.name} {fault}" for fault in faults]
+
+
+def check(path: Path) -> list[str]:
+    """One line per fault of the wheel at path."""
+    faults = name_faults(path.name)
+    if path.stat().st_size > MAX_BYTES:
+        faults.append(f"size is {path.stat().st_size / 1e6:.1f} MB, must be below {MAX_BYTES / 1e6:.0f} MB")
+    with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+        faults += file_faults(names)
+        for name in names:
+            if name != LIBRARY:
+                faults += [f"{name} {fault}" for fault in elf_rules.path_faults(archive.read(name))]
+        info = next((name.partition("/")[0] for name in names if ".dist-info/" in name), "")
+        if not {LIBRARY, VARIANTS, BUILD, f"{info}/METADATA", f"{info}/WHEEL"} <= set(names):
+            return [*faults, "the rest was not judged: library, its lists or metadata are missing"]
+        build = json.loads(archive.read(BUILD))
+        match = NAME.fullmatch(path.name)
+        metadata, wheel = (archive.read(f"{info}/{name}").decode() for name in ("METADATA", "WHEEL"))
+        faults += metadata_faults(metadata, wheel, build, match["version"] if match else None)
+        library = Path(archive.extract(LIBRARY, folder))
+        return faults + library_faults(library, archive.read(VARIANTS).decode(), build)
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print(f"check_wheel: got {len(arguments)} arguments, want one wheel", file=sys.stderr)
+        return 2
+    path = Path(arguments[0])
+    faults = check(path)
+    for fault in faults:
+        print(f"check_wheel: {fault}", file=sys.stderr)
+    if not faults:
+        print(f"check_wheel: {path.name}, {path.stat().st_size / 1e6:.1f} MB: nothing to object to")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
