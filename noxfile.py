@@ -76,18 +76,8 @@ def build_wheel(session: nox.Session) -> Path:
     # One command for all: torch's pin decides before `torch>=` of the build requirements can ask for a newer one.
     build.install(*requirements("torch", "build"), *PROJECT["build-system"]["requires"])
     shutil.rmtree(DIST, ignore_errors=True)
-    build.run(
-        "python",
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-build-isolation",
-        "--no-deps",
-        "--wheel-dir",
-        DIST,
-        ROOT,
-    )
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", DIST)
+    build.run("python", "-m", "pip", "wheel", *options, ROOT, env={"CUDACXX": cuda_compiler(build)})
     (wheel,) = DIST.glob("*.whl")
     session.log(f"built {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
     return wheel
