@@ -53,6 +53,7 @@ def draw_result(panel, result) -> None:
     panel.set_ylabel("TF/s")
     ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
     panel.set_title(f"{where.device}{ranks}, {where.date[:10]}, torch {where.torch}", fontsize=9)
+    panel.margins(y=0.2)  # room for the legend above the bars
     panel.legend(fontsize=6, ncols=3)
 
 

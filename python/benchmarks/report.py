@@ -77,10 +77,10 @@ def section(result, kernels_sha256: str) -> str:
     ]
     if stale:
         lines += ["", f"stale: the present `kernels/` is {short(kernels_sha256)}, not what was measured."]
-    missing = [absent(row) for row in result.rows if row.outcome.status != "measured"]
+    missing = absent(result)
     if missing:
         # An empty line ends the table, which would swallow the list as further rows.
-        lines += ["", *dict.fromkeys(missing)]
+        lines += ["", *missing]
     return "\n".join(lines)
 
 
@@ -101,8 +101,8 @@ def table(result, stale: bool) -> list[str]:
     for (what, backend, direction, unit, dw, reserved), rows in groups.items():
         rows.sort(key=lambda row: row.outcome.timing.protocol)
         columns = [
-            " / ".join(f"{row.outcome.timing.seconds * 1e3:.3g}" for row in rows),
-            " / ".join(f"{rate(row):.3g}" for row in rows) + f" {unit}",
+            " / ".join(number(row.outcome.timing.seconds * 1e3) for row in rows) + alone(rows),
+            " / ".join(number(rate(row)) for row in rows) + f" {unit}",
             " / ".join(percent(row) for row in rows),
             " / ".join(mhz(row) for row in rows),
         ]
@@ -122,6 +122,16 @@ def subject(row) -> tuple[str, ...]:
     return (what, row.backend, row.direction.replace("_", "+"), "TF/s", row.dw_dtype or "-", reserved)
 
 
+def number(value: float) -> str:
+    """Three digits, never an exponent for a large number."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def alone(rows: list) -> str:
+    """Names the protocol where a line has one only."""
+    return "" if len(rows) > 1 else f" ({rows[0].outcome.timing.protocol})"
+
+
 def rate(row) -> float:
     return {"ceiling": lambda: row.rate, "stage": lambda: row.gb_per_s, "layer": lambda: row.tflops}[
         row.kind
@@ -137,14 +147,21 @@ def mhz(row) -> str:
     return "-" if row.outcome.timing.mhz is None else f"{row.outcome.timing.mhz:.0f}"
 
 
-def absent(row) -> str:
-    """A row that has no figure, as a list item with its reasons."""
-    if row.kind == "layer":
-        direction = "" if row.direction == "all" else f", {row.direction.replace('_', '+')}"
-        what = f"{row.backend}, {row.numerics}{direction}, {row.shape}"
-    else:
-        what = subject(row)[0]
-    return f"- {row.outcome.status}: {what}: {'; '.join(row.outcome.reasons)}"
+def absent(result) -> list[str]:
+    """What has no figure, as list items: the rows of one backend with the same reasons share one."""
+    groups: dict[tuple, list[str]] = {}
+    for row in result.rows:
+        if row.outcome.status == "measured":
+            continue
+        backend, what = "", subject(row)[0]
+        if row.kind == "layer":
+            backend = f"{row.backend}: "
+            what = f"{row.shape} {row.numerics}" + ("" if row.direction == "all" else f" {row.direction}")
+        groups.setdefault((row.outcome.status, backend, row.outcome.reasons), []).append(what)
+    return [
+        f"- {status}: {backend}{', '.join(dict.fromkeys(rows))}: {'; '.join(reasons)}"
+        for (status, backend, reasons), rows in groups.items()
+    ]
 
 
 def with_report(readme: str, text: str) -> str:

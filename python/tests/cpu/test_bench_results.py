@@ -64,13 +64,10 @@ def layer_row(outcome: Outcome, **changes: Any) -> LayerRow:
 
 def sample(**environment: Any) -> Result:
     refused = Outcome("refused", ("no fused kernel in this wheel", "T is odd"), None)
-    nothing = {
-        "flops": None,
-        "flop_rule": None,
-        "tflops": None,
-        "percent_of_ceiling": None,
-        "peak_bytes": None,
-    }
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("dw_dtype", "flops", "flop_rule", "tflops", "percent_of_ceiling", "peak_bytes", "relative_error")
+    )
+    nothing |= {"backend": "fused", "direction": "all"}
     where = Environment(
         date="2026-11-29T10:00:00Z",
         device="NVIDIA H200",
@@ -100,7 +97,8 @@ def sample(**environment: Any) -> Result:
         StageRow("stage", "fp8", 16384, 2048, 8, 10**8, 3900.0, 90.7, measured("burst", 2.6e-5)),
         layer_row(measured("burst", 0.010)),
         layer_row(measured("sustained", 0.012), tflops=275.0, percent_of_ceiling=40.4),
-        layer_row(refused, backend="fused", direction="all", dw_dtype=None, relative_error=None, **nothing),
+        layer_row(refused, **nothing),
+        layer_row(refused, shape="235B", **nothing),
     )
     return Result(schema.SCHEMA_VERSION, dataclasses.replace(where, **environment), ("--quick",), rows)
 
@@ -270,7 +268,9 @@ def test_table_and_plot_come_from_the_results(report: Any, project: Path) -> Non
     assert text.endswith("\nAfter.\n")
     what = "| 30B, T 16384, bf16 | grouped | backward | 10 / 12 | 330 / 275 TF/s"
     assert f"{what} | 43 % / 40 % | 1512 / 1512 | bfloat16 | n/a |" in text
-    assert "- refused: fused, bf16, 30B: no fused kernel in this wheel; T is odd" in text
+    assert "| staging fp8, T 16384, H 2048 | - | - | 0.026 (burst) | 3900 GB/s | 91 % |" in text
+    assert "\n\n- refused: peer pull: 256 MiB: no peer\n" in text
+    assert "- refused: fused: 30B bf16, 235B bf16: no fused kernel in this wheel; T is odd\n" in text
     assert "stale" not in text
     assert report.stamp_of(project / "docs/benchmarks.png").startswith("results ")
     assert report.main(["--check"], project) == 0
