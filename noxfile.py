@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import nox
+import nox.command
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["tests"]
@@ -77,7 +78,12 @@ def build_wheel(session: nox.Session) -> Path:
     build.install(*requirements("torch", "build"), *PROJECT["build-system"]["requires"])
     shutil.rmtree(DIST, ignore_errors=True)
     options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", DIST)
-    build.run("python", "-m", "pip", "wheel", *options, ROOT, env={"CUDACXX": cuda_compiler(build)})
+    try:
+        build.run("python", "-m", "pip", "wheel", *options, ROOT, env={"CUDACXX": cuda_compiler(build)})
+    except nox.command.CommandFailed:
+        # CMake remembers what a broken configuration found, and would fail again on a machine that was mended.
+        shutil.rmtree(ROOT / "build", ignore_errors=True)
+        raise
     (wheel,) = DIST.glob("*.whl")
     session.log(f"built {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
     return wheel
