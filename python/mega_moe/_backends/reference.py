@@ -1,7 +1,7 @@
 """The reference arithmetic: a loop over experts on any device, with every rounding of every precision emulated.
 
-Products accumulate in fp64 and are then rounded to fp32 (fp64 inputs stay fp64), so a result does not depend on the
-BLAS at hand, on TF32 switches or on which other rows are in the batch.
+Products accumulate in fp64 and are then rounded to fp32, so a result does not depend on the BLAS at hand, on TF32
+switches or on which other rows are in the batch. fp64 inputs stay fp64 and have no such promise: they are for accuracy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_moe._backends import quantize
 from mega_moe._backends.arithmetic import Payload, RowGrads
-from mega_moe._backends.swiglu import activate, activate_backward, wide
+from mega_moe._backends.swiglu import activate, activate_backward, rounded_sigmoid, wide
 
 
 class _Product(Protocol):
@@ -69,7 +69,7 @@ class ReferenceArithmetic:
         out = torch.empty(weight.shape[0], w_down.shape[1], dtype=dtype, device=weight.device)
         for expert, rows in _blocks(counts):
             z = product.multiply(tuple(part[rows] for part in x), w_gate_up[expert]).to(dtype)
-            h = activate(z, clamp) * weight[rows, None].to(wide(dtype))
+            h = activate(z, clamp, rounded_sigmoid) * weight[rows, None].to(wide(dtype))
             out[rows] = product.multiply(product.encode(h, dtype), w_down[expert]).to(dtype)
         return out
 
@@ -95,7 +95,7 @@ class ReferenceArithmetic:
         for expert, rows in _blocks(counts):
             z = product.multiply(product.encode(x[rows], dtype), w_gate_up[expert]).to(dtype)
             dh = product.multiply(product.encode(dy[rows], dtype), w_down[expert].T)
-            grads = activate_backward(z, weight[rows], dh, clamp)
+            grads = activate_backward(z, weight[rows], dh, clamp, rounded_sigmoid)
             dz = grads.dz.to(dtype)
             if dw is not None:
                 dw[rows] = grads.dw

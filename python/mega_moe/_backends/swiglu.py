@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def activate(z: Tensor, clamp: float | None) -> Tensor:
+def rounded_sigmoid(gate: Tensor) -> Tensor:
+    """The fp32 sigmoid, rounded from fp64: the same for a number wherever it stands.
+
+    torch's own, on a CPU, differs by an ulp between the body of a vector loop and its end, so that a token's value
+    would depend on the tokens beside it.
+    """
+    return torch.sigmoid(gate.double()).to(gate.dtype)
+
+
+def activate(z: Tensor, clamp: float | None, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid) -> Tensor:
     """``z [M, 2I] = [gate | up]`` -> ``a [M, I] = silu(g) * u``, wide; with clamp c: g = min(g, c), u in [-c, c]."""
     gate, up = z.to(wide(z.dtype)).chunk(2, dim=-1)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return gate * torch.sigmoid(gate) * up
+    return gate * sigmoid(gate) * up
 
 
 class SwigluGrads(NamedTuple):
@@ -29,20 +39,26 @@ class SwigluGrads(NamedTuple):
     dw: Tensor
 
 
-def activate_backward(z: Tensor, weight: Tensor, dh: Tensor, clamp: float | None) -> SwigluGrads:
+def activate_backward(
+    z: Tensor,
+    weight: Tensor,
+    dh: Tensor,
+    clamp: float | None,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+) -> SwigluGrads:
     """From ``z [M, 2I]``, routing weights ``[M]`` and ``dh [M, I]`` (gradient of h = a * w)."""
     dtype = wide(z.dtype)
     gate_in, up_in = z.to(dtype).chunk(2, dim=-1)
     gate, up = gate_in, up_in
     if clamp is not None:
         gate, up = gate_in.clamp(max=clamp), up_in.clamp(-clamp, clamp)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
+    share = sigmoid(gate)
+    silu = gate * share
     a = silu * up
     column = weight.to(dtype)[:, None]
     dh = dh.to(dtype)
     da = dh * column
-    dgate = da * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+    dgate = da * up * (share * (1 + gate * (1 - share)))
     dup = da * silu
     if clamp is not None:
         dgate = torch.where(gate_in <= clamp, dgate, 0)
