@@ -160,6 +160,9 @@ def _save_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if into[0] is None:
         grads = ops.backward(dy, *tensors, *ctx.call, needs)
     else:
+        if torch.is_grad_enabled():
+            # An operator that writes into its arguments cannot carry an autograd formula that refuses later.
+            _no_double_backward(ctx)
         dx, dtopk = ops.backward_into(dy, *tensors, *into, *ctx.call, needs)
         # The weights' gradients are in the buffers; a zero of stride 0 keeps their hooks firing and adds nothing.
         grads = (dx, dtopk, *(w.new_zeros(1, 1, 1).expand(w.shape) for w in tensors[3:]))
