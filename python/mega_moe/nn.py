@@ -83,11 +83,15 @@ class MegaMoE(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-        slots = topk_idx.shape[-1]
+
+        def flat(value: Tensor) -> Tensor:
+            # Only with x's own leading extents: a transposed batch of equal size must reach the check as it is.
+            return value.reshape(-1, value.shape[-1]) if value.shape[:-1] == x.shape[:-1] else value
+
         y = moe(
-            x.reshape(-1, self.hidden),
-            topk_idx.reshape(-1, slots),
-            topk_weights.reshape(-1, slots),
+            flat(x),
+            flat(topk_idx),
+            flat(topk_weights),
             gate_up,
             down,
             buffer=self._buffer,
