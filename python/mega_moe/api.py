@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mega_moe._backends import plan
 from mega_moe._backends.decide import check_name, decide
-from mega_moe._backends.facts import collect, default_device
+from mega_moe._backends.facts import as_device, collect, default_device
 from mega_moe._backends.plan import Explanation
 from mega_moe._backends.request import Request
 from mega_moe._ops import layer as _layer  # registers the operators
@@ -92,7 +92,7 @@ def explain(
         num_ranks,
         num_reserved_sms,
     )
-    where = default_device(None) if device is None else torch.device(device)
+    where = default_device(None) if device is None else as_device(device)
     named = check_name("backend", backend)
     verdicts = decide(request, [collect(where)], named)
     accepted = [v.backend for v in verdicts if v.accepted and named in (None, v.backend)]
@@ -115,6 +115,8 @@ def _check(
     named = check_name("backend", backend)
     if named not in (None, buffer.backend):
         raise ValueError(f"backend: got {backend!r}, the buffer was built for {buffer.backend!r}")
+    if clamp is not None and not isinstance(clamp, (int, float)):
+        raise TypeError(f"activation_clamp: got {type(clamp).__name__}, want None or a number > 0")
     if clamp is not None and not clamp > 0:
         raise ValueError(f"activation_clamp: got {clamp}, want None or a number > 0")
     hidden, inner, experts = buffer.hidden, buffer.intermediate, buffer.num_local_experts
@@ -140,7 +142,9 @@ def _check(
         )
     if grad_buffers is not None:
         if not isinstance(grad_buffers, tuple) or len(grad_buffers) != 2:
-            raise TypeError("grad_buffers: want a tuple (dw_gate_up, dw_down)")
+            raise TypeError(
+                f"grad_buffers: got {type(grad_buffers).__name__}, want a tuple of two tensors (dw_gate_up, dw_down)"
+            )
         for name, grad, weight in zip(("[0]", "[1]"), grad_buffers, (w_gate_up, w_down)):
             _tensor(f"grad_buffers{name}", grad, buffer, routing_dtypes)
             _shape(f"grad_buffers{name}", grad, tuple(weight.shape))
