@@ -78,14 +78,23 @@ def default_device(group_backend: str | None) -> torch.device:
     return torch.device("cpu")
 
 
+def as_device(device: torch.device | str) -> torch.device:
+    """``device`` as torch.device, ValueError when torch knows no such one; "cpu:0" is "cpu", as tensors say it."""
+    try:
+        known = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}, want a device of torch such as 'cpu' or 'cuda:0'") from error
+    return torch.device("cpu") if known.type == "cpu" else known
+
+
 def collect(device: torch.device | str, group_backend: str | None = None) -> RankFacts:
     """Facts of this process about ``device``; loads the compiled library to see whether it loads."""
-    device = torch.device(device)
+    device = as_device(device)
     status = library.status()
     known: dict[str, Any] = dict(
         host=socket.gethostname(),
         machine=_machine(),
-        device=str(device),
+        device="cpu" if device.type == "cpu" else str(device),  # a tensor's device is never cpu:0
         device_name=platform.processor() or platform.machine(),
         group_backend=group_backend,
         python_version=platform.python_version(),
