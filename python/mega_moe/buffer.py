@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from mega_moe._backends import plan
 from mega_moe._backends.agreement import agree
-from mega_moe._backends.control import Control, GroupControl, LocalControl
+from mega_moe._backends.control import Control, GroupControl, LocalControl, check_timeout
 from mega_moe._backends.decide import check_name
-from mega_moe._backends.facts import RankFacts, collect, default_device
+from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
+from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.request import Request
 from mega_moe._base import env
 from mega_moe._base.errors import MegaMoEError
@@ -69,9 +70,6 @@ class MoEBuffer:
         arrival_timeout: float | None = None,
         strict: bool | None = None,
     ) -> None:
-        self._control: Control = LocalControl()
-        if group is not None:
-            self._control = GroupControl(group, arrival_timeout)
         settings = {
             "num_experts": num_experts,
             "max_tokens_per_rank": max_tokens_per_rank,
@@ -84,23 +82,35 @@ class MoEBuffer:
         }
         facts: RankFacts | None = None
         error: Exception | None = None
-        choice: dict[str, object] = {"backend": backend, "strict": strict}
+        limit: float | None = None
         try:
-            request = Request(num_ranks=self._control.size, **settings)  # type: ignore[arg-type]
-            named = _named(backend)
-            choice = {"backend": named or "auto", "strict": env.strict() if strict is None else strict}
-            group_backend = None if group is None else _group_backend(group)
-            where = default_device(group_backend) if device is None else torch.device(device)
-            facts = collect(where, group_backend)
+            limit = check_timeout(arrival_timeout)
         except (ValueError, TypeError) as failed:
             error = failed
-        everyone = agree(self._control, {**settings, **choice}, facts, error)
-        assert facts is not None
-        self._explanation = plan.explain(request, everyone, named, bool(choice["strict"]))
-        if named is None:
-            plan.warn_fallback(self._explanation)
-        self._device = torch.device(facts.device)
-        self._executor = plan.build_executor(self._explanation, facts, self._device, self._control, group)
+        self._control: Control = LocalControl() if group is None else GroupControl(group, limit)
+        try:
+            try:
+                request = Request(num_ranks=self._control.size, **settings)  # type: ignore[arg-type]
+                named = _named(backend)
+                settings["backend"] = named or "auto"
+                settings["strict"] = _strict(strict)
+                settings["arrival_timeout"] = self._control.timeout
+                group_backend = None if group is None else _group_backend(group)
+                where = default_device(group_backend) if device is None else as_device(device)
+                facts = collect(where, group_backend)
+            # RuntimeError and OSError: what torch, a driver or a file says. The other ranks wait for this one's word.
+            except (ValueError, TypeError, RuntimeError, OSError) as failed:
+                error = error or failed
+            everyone = agree(self._control, settings, facts, error)
+            assert facts is not None
+            self._explanation = plan.explain(request, everyone, named, bool(settings["strict"]))
+            if named is None:
+                plan.warn_fallback(self._explanation)
+            self._device = torch.device(facts.device)
+            self._executor = plan.build_executor(self._explanation, facts, self._device, self._control, group)
+        except BaseException:
+            self._control.close()
+            raise
         self._handle = registry.register(self._executor)
 
     @property
@@ -168,16 +178,16 @@ class MoEBuffer:
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes of x and weights that the backend takes."""
-        return self._executor.arithmetic.dtypes
+        return self._live().arithmetic.dtypes
 
     @property
     def stager(self) -> str:
         """'kernel' where the staging kernel prepares each call, 'torch' where plain operators do."""
-        return self._executor.stager.name
+        return self._live().stager.name
 
     def refuse(self, error: Exception) -> None:
         """Let the other ranks' next call raise PeerError with ``error``, which this rank raises instead of calling."""
-        self._executor.refuse(error)
+        self._live().refuse(error)
 
     def check(self) -> None:
         """Raise what a past call could not report at once; the plain backends report everything in the call itself."""
@@ -190,6 +200,18 @@ class MoEBuffer:
             self._handle = None
             self._control.close()
             del self._executor
+
+    def _live(self) -> PlainExecutor:
+        _ = self.handle
+        return self._executor
+
+    def __deepcopy__(self, memo: dict[int, object]) -> MoEBuffer:
+        # A copied model (an average of weights, say) shares the buffer, as the layers of one model do.
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        # A handle means another buffer, or none, in the process that would read the pickle.
+        raise TypeError("MoEBuffer: cannot be pickled or copied; save the model's state_dict() instead")
 
     def __enter__(self) -> MoEBuffer:
         return self
@@ -231,6 +253,14 @@ def _named(backend: str) -> str | None:
     named = check_name("backend", backend)
     outside = env.backend()
     return named if named is not None or outside is None else check_name("MEGA_MOE_BACKEND", outside)
+
+
+def _strict(strict: bool | None) -> bool:
+    if strict is None:
+        return env.strict()
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: got {strict!r} ({type(strict).__name__}), want True, False or None")
+    return strict
 
 
 def _group_backend(group: dist.ProcessGroup) -> str:

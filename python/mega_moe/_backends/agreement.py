@@ -20,7 +20,9 @@ def agree(
 
     Raises this rank's own ``error``, else PeerError for another rank's, else ValueError for a difference.
     """
-    told = control.gather((settings, facts, error and f"{type(error).__name__}: {error}"), _WHAT)
+    # Settings that were refused may be anything, even what cannot be pickled.
+    mine = None if error is not None else settings
+    told = control.gather((mine, facts, error and f"{type(error).__name__}: {error}"), _WHAT)
     if error is not None:
         raise error
     failed = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(told) if why]
@@ -29,6 +31,8 @@ def agree(
     for name in settings:
         _same(name, [theirs[name] for theirs, _, _ in told])
     everyone = [fact for _, fact, _ in told]
+    # Rows of a CPU tensor and of a CUDA tensor travel by different ways: neither would ever arrive.
+    _same("device type", [fact.device_type for fact in everyone])
     for name in _VERSIONS:
         _same(name, [getattr(fact, name) for fact in everyone])
     return everyone

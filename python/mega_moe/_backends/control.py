@@ -6,8 +6,13 @@ It travels over a process group of its own (gloo, CPU), so its time-out and orde
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import math
+import pickle
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +23,18 @@ from mega_moe._base.errors import MegaMoEError, RankTimeoutError
 
 # After a time-out each rank says that it was there; a rank that stays silent this long is the missing one.
 _GRACE_SECONDS = 2.0
+# Buffers built so far on each group, by the group's name. Construction is collective, so ranks count alike.
+_built: Counter[str] = Counter()
 
 
 class Control(Protocol):
     rank: int
     size: int
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that this rank waits for another one; None where there is nobody to wait for."""
+        ...
 
     def exchange(self, header: Tensor, what: str) -> Tensor:
         """``header [N]`` int64 on the CPU -> ``[R, N]``."""
@@ -40,6 +52,7 @@ class LocalControl:
 
     rank = 0
     size = 1
+    timeout: float | None = None
 
     def exchange(self, header: Tensor, what: str) -> Tensor:
         return header[None]
@@ -52,43 +65,56 @@ class LocalControl:
 
 
 class GroupControl:
-    """The ranks of ``group``; every wait ends after ``timeout`` seconds in an exception that names the missing ranks."""
+    """The ranks of ``group``; every wait ends after ``timeout`` seconds in an exception that names who is missing."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
-        if timeout is None:
-            timeout = _own_timeout(group)
-        elif not timeout > 0:
-            raise ValueError(f"arrival_timeout: got {timeout}, want seconds > 0")
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._timeout = timeout
+        self.timeout = _own_timeout(group) if timeout is None else timeout
         self._step = 0
         self._failed: str | None = None
-        self._group: Any = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend="gloo",
-            timeout=datetime.timedelta(seconds=timeout),
-            use_local_synchronization=True,
+        # Keys of an earlier buffer stay in the store; names that torch gives to groups come back after a group is
+        # destroyed and count what this process has built, so they may differ between ranks. This number does neither.
+        _built[group.group_name] += 1
+        self._store = _below(
+            dist.distributed_c10d._get_default_store(),
+            f"mega_moe/{group.group_name}/{_built[group.group_name]}",
         )
-        self._tag = ""
-        self._tag = self.gather(f"{time.time_ns()}", "construction of MoEBuffer")[0]
+        limit = datetime.timedelta(seconds=self.timeout)
+        self._arrive(limit)
+        # Not through new_group, which registers the group in torch: this one lives and dies with the buffer.
+        self._group: Any = dist.ProcessGroupGloo(_below(self._store, "gloo"), self.rank, self.size, limit)
 
     def exchange(self, header: Tensor, what: str) -> Tensor:
         gathered = torch.empty(self.size, header.numel(), dtype=header.dtype)
-        self._bounded(lambda: dist.all_gather(list(gathered), header, self._group), what)
+        self._bounded(lambda: self._all_gather(header, gathered), what)
         return gathered
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        self._bounded(lambda: dist.all_gather_object(values, value, self._group), what)
-        return values
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self.exchange(torch.tensor([packed.numel()]), what)[:, 0].tolist()
+        rows = self.exchange(torch.nn.functional.pad(packed, (0, max(lengths) - packed.numel())), what)
+        return [pickle.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths)]
 
     def close(self) -> None:
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        self._failed = self._failed or "the buffer was destroyed"
         self._group = None
 
-    def _bounded(self, collective: Any, what: str) -> None:
+    def _all_gather(self, row: Tensor, into: Tensor) -> None:
+        self._group.allgather([list(into)], [row]).wait()
+
+    def _arrive(self, limit: datetime.timedelta) -> None:
+        """Wait for all ranks at the store, where a missing one has a name; gloo would only tell of its own keys."""
+        self._store.set(f"arrived/{self.rank}", "")
+        start = time.monotonic()
+        try:
+            self._store.wait([f"arrived/{rank}" for rank in range(self.size)], limit)
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            head = f"rank {self.rank} of {self.size}: construction of MoEBuffer"
+            raise RankTimeoutError(self._who("arrived", head, waited, error)) from error
+
+    def _bounded(self, collective: Callable[[], None], what: str) -> None:
         if self._failed:
             raise MegaMoEError(f"the ranks of this buffer lost one another earlier: {self._failed}")
         self._step += 1
@@ -97,26 +123,38 @@ class GroupControl:
             collective()
         except RuntimeError as error:
             waited = time.monotonic() - start
-            self._failed = self._diagnose(what, waited, error)
+            head = f"rank {self.rank} of {self.size}: {what}: exchange {self._step} of this buffer"
+            with contextlib.suppress(RuntimeError):  # the store's server is gone too: _who says so
+                self._store.set(f"{self._step}/{self.rank}", what)
+                time.sleep(_GRACE_SECONDS)
+            self._failed = self._who(str(self._step), head, waited, error)
             raise RankTimeoutError(self._failed) from error
 
-    def _diagnose(self, what: str, waited: float, error: RuntimeError) -> str:
-        head = f"rank {self.rank} of {self.size}: {what}: exchange {self._step} of this buffer"
+    def _who(self, step: str, head: str, waited: float, error: RuntimeError) -> str:
+        """Which ranks said at the store that they came to ``step``."""
         try:
-            store = dist.PrefixStore(
-                f"mega_moe/{self._tag}/{self._step}", dist.distributed_c10d._get_default_store()
-            )
-            store.set(str(self.rank), what)
-            time.sleep(_GRACE_SECONDS)
-            here = [r for r in range(self.size) if store.check([str(r)])]
+            here = [rank for rank in range(self.size) if self._store.check([f"{step}/{rank}"])]
         except RuntimeError as lost:  # the store's server went down with its rank
             return f"{head} failed after {waited:.1f} s and the store is gone ({lost}); first error: {error}"
-        missing = [r for r in range(self.size) if r not in here]
+        missing = [rank for rank in range(self.size) if rank not in here]
         if missing:
-            return (
-                f"{head}: waited {waited:.1f} s of {self._timeout:g} s for ranks {missing}; arrived: {here}"
-            )
+            return f"{head}: waited {waited:.1f} s of {self.timeout:g} s for ranks {missing}; arrived: {here}"
         return f"{head} failed after {waited:.1f} s though all ranks arrived: {error}"
+
+
+def _below(store: Any, prefix: str) -> Any:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """``arrival_timeout`` as a float; TypeError or ValueError unless it is None or a finite number above 0."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"arrival_timeout: got {timeout!r} ({type(timeout).__name__}), want seconds or None")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"arrival_timeout: got {timeout}, want finite seconds > 0")
+    return float(timeout)
 
 
 def _own_timeout(group: dist.ProcessGroup) -> float:

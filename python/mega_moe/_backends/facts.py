@@ -83,7 +83,9 @@ def as_device(device: torch.device | str) -> torch.device:
     try:
         known = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, want a device of torch such as 'cpu' or 'cuda:0'") from error
+        raise ValueError(
+            f"device: got {device!r}, want a device of torch such as 'cpu' or 'cuda:0'"
+        ) from error
     return torch.device("cpu") if known.type == "cpu" else known
 
 
@@ -94,7 +96,7 @@ def collect(device: torch.device | str, group_backend: str | None = None) -> Ran
     known: dict[str, Any] = dict(
         host=socket.gethostname(),
         machine=_machine(),
-        device="cpu" if device.type == "cpu" else str(device),  # a tensor's device is never cpu:0
+        device=str(device),
         device_name=platform.processor() or platform.machine(),
         group_backend=group_backend,
         python_version=platform.python_version(),

@@ -31,7 +31,7 @@ class GroupTransport:
     def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         rows = rows.contiguous()
         out = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        # As bytes: gloo has no bf16 or e4m3 all-to-all.
-        wire = [t.view(t.shape[0], -1).view(torch.uint8) if t.dim() > 1 else t for t in (out, rows)]
-        dist.all_to_all_single(*wire, received, sent, group=self._group)
+        # As bytes: gloo has no bf16 or e4m3 all-to-all. No view with -1: a rank may have no rows.
+        into, wire = (t.flatten(1).view(torch.uint8) if t.dim() > 1 else t for t in (out, rows))
+        dist.all_to_all_single(into, wire, received, sent, group=self._group)
         return out
