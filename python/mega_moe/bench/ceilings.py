@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mega_moe.bench.protocols import Protocol, Timer, measure
-from mega_moe.bench.ranks import Context
+from mega_moe.bench.ranks import Context, first_line
 from mega_moe.bench.schema import CeilingRow, Outcome
 
 INPUT_SETS = 3
@@ -25,6 +25,8 @@ class Operation:
     calls: Sequence[Callable[[], object]]
     poison: Callable[[], None]
     finished: Callable[[], str | None]
+    keep: tuple[object, ...] = ()
+    """What the calls reach through an address only."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def _peer(context: Context, num_bytes: int, *, push: bool) -> Operation | str:
         return f"peer memory is a matter of CUDA devices, the device is {context.device.type}"
     if context.group is None:
         return "one rank has no peer; torchrun with two ranks or more measures it"
+    reason: str | None = None
     try:
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -169,7 +172,10 @@ def _peer(context: Context, num_bytes: int, *, push: bool) -> Operation | str:
         handle = symmetric_memory.rendezvous(shared, group=context.group)
         peer = handle.get_buffer((context.rank + 1) % context.num_ranks, (num_bytes,), torch.uint8)
     except (ImportError, RuntimeError) as error:
-        return f"symmetric memory cannot be set up: {_first_line(error)}"
+        reason = f"symmetric memory cannot be set up: {first_line(error)}"
+    reason = context.first_reason(reason)
+    if reason is not None:
+        return reason
     sources = [
         torch.full((num_bytes,), value, dtype=torch.uint8, device=context.device)
         for value in range(1, INPUT_SETS + 1)
@@ -177,11 +183,12 @@ def _peer(context: Context, num_bytes: int, *, push: bool) -> Operation | str:
     if push:
         calls = [_bind(peer.copy_, source) for source in sources]
         # The rank before this one pushes into `shared`, so what arrived is seen here.
-        return Operation(calls, lambda: _spoil(shared), lambda: _not_copied(shared))
+        return Operation(calls, lambda: _spoil(shared), lambda: _not_copied(shared), (shared, handle))
     shared.copy_(sources[0])
     target = torch.empty_like(shared)
     calls = [_bind(target.copy_, peer)]
-    return Operation(calls, lambda: _spoil(target), lambda: _not_copied(target))
+    # The previous rank reads `shared` as long as this one does.
+    return Operation(calls, lambda: _spoil(target), lambda: _not_copied(target), (shared, handle))
 
 
 def _random(context: Context, *size: int) -> torch.Tensor:
@@ -205,7 +212,3 @@ def _not_copied(tensor: torch.Tensor) -> str | None:
     if 1 <= smallest == largest <= INPUT_SETS:
         return None
     return f"the target holds bytes {smallest} to {largest} after the last window, wanted one source's value"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -14,7 +14,7 @@ import mega_moe
 from mega_moe.bench.ceilings import product_name
 from mega_moe.bench.problem import InputSet, Problem
 from mega_moe.bench.protocols import Protocol, Timer, measure
-from mega_moe.bench.ranks import Context
+from mega_moe.bench.ranks import Context, first_line
 from mega_moe.bench.schema import LayerRow, Outcome, Timing
 from mega_moe.bench.shapes import Work, layer_work
 
@@ -97,34 +97,46 @@ def _measure_backend(
     timer: Timer,
 ) -> Iterator[LayerRow]:
     for direction in case.options.directions:
-        calls = _Calls(case, buffer, direction)
-        # A failure here, out of memory above all, is this backend's row and not the end of the run.
-        peak: int | None = None
-        reason: str | None = None
-        try:
-            peak = calls.trial(case.allocated_before)
-        except RuntimeError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-        reason = case.context.first_reason(reason)
-        if reason is not None:
-            outcome = Outcome("failed", (reason,), None)
-            yield case.row(backend, outcome, direction=direction, reserved=reserved)
-            continue
-        for protocol in protocols:
-            timing = measure(calls.calls, protocol, timer, case.context, poison=case.problem.poison)
-            case.problem.poison()
-            error_of, fault = calls.check()
-            fault = case.context.first_reason(fault)
-            outcome = Outcome("failed", (fault,), None) if fault else Outcome("measured", (), timing)
-            yield case.row(
-                backend,
-                outcome,
-                direction=direction,
-                reserved=reserved,
-                peak_bytes=peak,
-                relative_error=error_of,
-            )
-        del calls
+        # A function of its own, so that one direction's graphs and buffers are gone before the next begins.
+        yield from _measure_direction(
+            case, _Calls(case, buffer, direction), backend, direction, reserved, protocols, timer
+        )
+        _release(case.context)
+
+
+def _measure_direction(
+    case: _Case,
+    calls: _Calls,
+    backend: str,
+    direction: str,
+    reserved: int | None,
+    protocols: Sequence[Protocol],
+    timer: Timer,
+) -> Iterator[LayerRow]:
+    # A failure here, out of memory above all, is this backend's row and not the end of the run.
+    peak: int | None = None
+    reason: str | None = None
+    try:
+        peak = calls.trial(case.allocated_before)
+    except RuntimeError as error:
+        reason = first_line(error)
+    reason = case.context.first_reason(reason)
+    if reason is not None:
+        yield case.row(backend, Outcome("failed", (reason,), None), direction=direction, reserved=reserved)
+        return
+    for protocol in protocols:
+        timing = measure(calls.calls, protocol, timer, case.context, poison=case.problem.poison)
+        case.problem.poison()
+        relative_error, fault = calls.check()
+        fault = case.context.first_reason(fault)
+        yield case.row(
+            backend,
+            Outcome("failed", (fault,), None) if fault else Outcome("measured", (), timing),
+            direction=direction,
+            reserved=reserved,
+            peak_bytes=peak,
+            relative_error=relative_error,
+        )
 
 
 class _Case:
@@ -260,9 +272,10 @@ class _Calls:
         self.calls: list[Callable[[], tuple[Tensor, ...]]] = []
 
     def trial(self, allocated_before: int | None) -> int | None:
-        """Sets the calls up and runs one; returns the bytes held at most beyond `allocated_before`."""
+        """Sets the calls up and runs all that a window runs; returns the most bytes beyond `allocated_before`."""
         self.calls = [self._prepare(inputs) for inputs in self._case.problem.sets]
         self.calls[0]()
+        self._case.problem.poison()
         self._case.context.synchronize()
         if allocated_before is None:
             return None

@@ -57,6 +57,11 @@ class Context:
         return float(tensor.item())
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the pages that torch appends."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 @contextmanager
 def joined(device_type: str) -> Iterator[Context]:
     """This process's context; under torchrun it joins the group and leaves it at the end.
