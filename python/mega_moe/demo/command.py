@@ -116,12 +116,13 @@ def _fields(words: argparse.Namespace) -> dict[str, Any]:
     values: dict[str, Any] = {"steps": words.steps, "minutes": words.minutes, "seed": words.seed}
     kinds: dict[str, type] = {name: type(value) for name, value in Config().as_dict().items()}
     for word in words.set:
-        name, _, text = word.partition("=")
-        if name not in kinds:
-            raise ValueError(
-                f"set: {word!r} names no field, must be NAME=VALUE with NAME of {', '.join(kinds)}"
-            )
-        values[name] = kinds[name](text)
+        name, equals, text = word.partition("=")
+        if name not in kinds or not equals:
+            raise ValueError(f"set: {word!r}, must be NAME=VALUE, NAME one of {', '.join(kinds)}")
+        try:
+            values[name] = kinds[name](text)
+        except ValueError:
+            raise ValueError(f"set: {name}: {text!r} is not of type {kinds[name].__name__}") from None
     return values
 
 

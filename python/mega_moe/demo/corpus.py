@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_moe.demo.config import Config
+from mega_moe.demo.streams import random_stream
 
 # Not library code: test suites (some systems ship them apart), and whatever was installed beside the library.
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -62,7 +63,7 @@ def training_batch(corpus: Corpus, config: Config, step: int) -> tuple[Tensor, T
 
     A function of (seed, step) alone: every rank computes the same global batch, and a resumed run needs no state.
     """
-    generator = torch.Generator().manual_seed((config.seed << 32) + step)
+    generator = random_stream(config.seed, f"batch {step}")
     last_start = len(corpus.train) - config.sequence_length - 1
     starts = torch.randint(last_start + 1, (config.global_batch,), generator=generator)
     return _windows(corpus.train, starts, config.sequence_length)

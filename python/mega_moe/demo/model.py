@@ -9,7 +9,6 @@ module holds the experts of its own rank, and its buffer, attached from outside,
 
 from __future__ import annotations
 
-import zlib
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mega_moe.demo.config import Config
+from mega_moe.demo.streams import random_stream
 from mega_moe.nn import MegaMoE
 
 
@@ -173,7 +173,6 @@ def initialise(model: LanguageModel, seed: int, first_expert: int) -> None:
 
 
 def _random_matrix(name: str, shape: torch.Size, seed: int, config: Config) -> Tensor:
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
     std: float = shape[-1] ** -0.5
     if name.startswith("embedding"):
         std = 1.0
@@ -181,4 +180,4 @@ def _random_matrix(name: str, shape: torch.Size, seed: int, config: Config) -> T
         std = 0.0  # the first prediction is uniform
     elif "o_proj" in name or "down_proj" in name:
         std *= (2 * config.num_layers) ** -0.5  # so many branches add into the residual stream
-    return torch.randn(shape, generator=generator) * std
+    return torch.randn(shape, generator=random_stream(seed, name)) * std

@@ -57,7 +57,7 @@ class _Run:
     def __init__(self, trainer: Trainer, out: Path, resume: bool) -> None:
         self.trainer, self.config, self.ranks = trainer, trainer.config, trainer.ranks
         self.out, self.checkpoints = out, out / "checkpoints"
-        self.history: dict[str, Any] = {"loss": [], "balance": [], "load_max_over_mean": [], "held_out": []}
+        self.history: dict[str, Any] = {field: [] for field in (*StepResult._fields, "held_out")}
         if resume:
             self._resume()
         self.first_step = len(self.history["loss"])
@@ -101,9 +101,8 @@ class _Run:
         return share
 
     def _record(self, step: int, result: StepResult) -> None:
-        self.history["loss"].append(result.loss)
-        self.history["balance"].append(result.balance)
-        self.history["load_max_over_mean"].append(result.load_max_over_mean)
+        for field, value in result._asdict().items():
+            self.history[field].append(value)
         speed = f"{self._tokens_per_second(step):.0f} tokens/s"
         self.bar.set_postfix_str(f"loss {result.loss:.3f}, {speed}", refresh=False)
         self.bar.update()

@@ -1,0 +1,213 @@
+"""The command `mega-moe`: exit statuses, messages, and JSON that parses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mega_moe
+from mega_moe import _doctor
+from mega_moe._backends.facts import RankFacts
+from mega_moe.cli import COMMANDS, main
+
+from ._train import words
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"usage: mega-moe {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["dance"], ["--what"], ["explain", "--what"], ["doctor", "much"]])
+def test_words_that_it_does_not_understand_are_status_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == mega_moe.__version__
+
+
+def test_reading_the_command_line_imports_no_subcommand() -> None:
+    code = (
+        "import sys, mega_moe.cli; from mega_moe.cli import COMMANDS;"
+        "sys.exit(any(module in sys.modules for module, _ in COMMANDS.values()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_explain_says_which_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == "grouped"
+    assert found["request"]["num_experts"] == 128
+    assert [v["backend"] for v in found["verdicts"]] == ["fused", "grouped", "reference"]
+    assert "needs an NVIDIA GPU, the device is cpu" in found["verdicts"][0]["reasons"]
+    assert main(["explain", "--device", "cpu"]) == 0
+    assert "grouped: accepted" in capsys.readouterr().out
+
+
+def test_explain_is_1_when_nothing_fits_and_2_for_bad_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", "--precision", "fp8"]) == 1
+    assert main(["explain", "--device", "cpu", "--precision", "fp8", "--backend", "reference"]) == 0
+    assert main(["explain", "--device", "cpu", "--top-k", "99"]) == 2
+    assert "top_k: got 99" in capsys.readouterr().err
+
+
+def test_doctor_tells_versions_library_devices_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert set(found["versions"]) == {
+        "mega_moe",
+        "torch",
+        "torch_cuda",
+        "driver",
+        "driver_cuda",
+        "python",
+        "glibc",
+        "platform",
+    }
+    assert isinstance(found["library"]["loaded"], bool)
+    assert found["library"]["loaded"] or found["library"]["reason"]
+    assert found["devices"]
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for word in ("versions", "library", "devices", "grouped: accepted", torch.__version__):
+        assert word in text
+
+
+def gpu(index: int, **changes: Any) -> RankFacts:
+    """A made-up H200 beside a second one that it reaches."""
+    known: dict[str, Any] = dict(
+        host="here",
+        machine="here",
+        device=f"cuda:{index}",
+        device_name="H200",
+        device_uuid=f"GPU-{index}",
+        compute_capability=(9, 0),
+        num_sms=132,
+        memory_bytes=141 << 30,
+        peer_access=((f"GPU-{1 - index}", True),),
+        group_backend="nccl",
+        torch_version="2.13.0",
+        torch_cuda="13.0",
+        library_loaded=True,
+        library_architectures=("90a",),
+    )
+    return RankFacts(**{**known, **changes})
+
+
+def examine_with(monkeypatch: pytest.MonkeyPatch, *facts: RankFacts) -> dict[str, Any]:
+    on_gpu = facts[0].device_type == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(facts))
+    by_device = {fact.device: fact for fact in facts}
+    monkeypatch.setattr(_doctor, "collect", lambda device, group=None: by_device[device])
+    monkeypatch.setattr(_doctor, "_nvidia_smi", lambda *words: "NV18" if words[0] == "topo" else "580.1")
+    return _doctor.examine()
+
+
+def test_doctor_shows_two_gpus_their_link_and_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examine_with(monkeypatch, gpu(0), gpu(1))
+    assert found["links"] == {"peer_access": [[None, True], [True, None]], "topology": "NV18"}
+    assert [j["where"] for j in found["judgements"]] == ["cuda:0, cuda:1", "all 2 GPUs as one group"]
+    assert found["versions"]["driver"] == "580.1"
+    text = _doctor.render(found)
+    assert "- y" in text
+    assert "capability 9.0" in text
+
+
+def test_doctor_shows_a_missing_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examine_with(monkeypatch, gpu(0, peer_access=(("GPU-1", False),)), gpu(1))
+    assert found["links"]["peer_access"][0] == [None, False]
+    fused = found["judgements"][-1]["verdicts"][0]
+    assert any("no peer access between cuda:0 and cuda:1" in reason for reason in fused["reasons"])
+    assert "- n" in _doctor.render(found)
+
+
+def test_doctor_judges_unlike_gpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examine_with(monkeypatch, gpu(0), gpu(1, compute_capability=(8, 9), device_name="L40"))
+    assert [j["where"] for j in found["judgements"]] == ["cuda:0", "cuda:1", "all 2 GPUs as one group"]
+    assert any("sm_89" in reason for reason in found["judgements"][1]["verdicts"][0]["reasons"])
+
+
+def test_doctor_advises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = tmp_path / name / "mega_moe-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mega-moe\nVersion: 1.0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "one"), str(tmp_path / "two"), *sys.path])
+    cpu = RankFacts(torch_cuda="13.0", library_reason="no such file")
+    advice = "\n".join(examine_with(monkeypatch, cpu)["advice"])
+    assert "the compiled library is missing (no such file): install the mega-moe wheel" in advice
+    assert "torch is built with CUDA but sees no GPU" in advice
+    assert "is installed" in advice
+    assert "times: uninstall until one is left" in advice
+    assert "hides the installed one" in advice
+
+
+def test_doctor_is_1_when_nothing_can_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = RankFacts(device="xpu:0")
+    monkeypatch.setattr(_doctor, "collect", lambda device, group=None: lost)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor"]) == 1
+    assert "runs on cpu and cuda, the device is xpu:0" in capsys.readouterr().out
+
+
+def test_train_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(tmp_path, "--steps", "3", "--json")) == 0
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert report["steps"] == 3
+    assert report["weights_moved"]["ok"]
+    assert "history" not in report
+    assert f"sha256 {report['corpus']['sha256']}" in told.err
+    assert "backend: grouped (" in told.err
+    assert "held-out loss" in told.err
+    assert main(words(tmp_path, "--steps", "4", "--resume")) == 0
+    assert "weights moved  yes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--resume"], "resume: no complete checkpoint"),
+        (["--set", "hiden=64"], "set: 'hiden=64', must be NAME=VALUE"),
+        (["--set", "hidden"], "set: 'hidden', must be NAME=VALUE"),
+        (["--set", "num_experts=7.5"], "set: num_experts: '7.5' is not"),
+        (["--set", "top_k=9"], "top_k is 9, must be at most num_experts = 8"),
+        (["--steps", "0"], "steps is 0, must be positive"),
+        (["--ep-size", "2"], "ep_size is 2, must divide the number of ranks 1"),
+    ],
+)
+def test_train_refuses_bad_values_with_status_2(
+    tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(tmp_path, *more)) == 2
+    assert f"mega-moe train: error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
+def test_train_on_a_missing_gpu_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(tmp_path, "--device", "cuda")) == 2
+    assert "device is 'cuda', but torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_train_with_a_refused_backend_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(tmp_path, "--backend", "fused")) == 1
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
