@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Kernel = dict[str, Any]
+Variant = dict[str, Any]
 
 COMMON_KEYS = {"name": str, "op": str, "architecture": str, "precision": str, "spill_bytes": int}
 OP_KEYS = {
@@ -39,69 +39,72 @@ const void* kernel_{name}() {{ return reinterpret_cast<const void*>(&device::{ke
 """
 
 
-def stage_instance(kernel: Kernel) -> str:
-    quantise = "true" if kernel["precision"] == "fp8" else "false"
-    config = f"{quantise}, {kernel['threads']}, {kernel['vectors_per_thread']}, {kernel['blocks_per_sm']}"
+def stage_instance(variant: Variant) -> str:
+    quantise = "true" if variant["precision"] == "fp8" else "false"
+    config = f"{quantise}, {variant['threads']}, {variant['vectors_per_thread']}, {variant['blocks_per_sm']}"
     return INSTANCE.format(
-        header="sm90_stage.cuh", name=kernel["name"], kernel=f"sm90_stage<device::StageConfig<{config}>>"
+        header="sm90_stage.cuh", name=variant["name"], kernel=f"sm90_stage<device::StageConfig<{config}>>"
     )
 
 
-def clock_probe_instance(kernel: Kernel) -> str:
-    return INSTANCE.format(header="clock_probe.cuh", name=kernel["name"], kernel="clock_probe")
+def clock_probe_instance(variant: Variant) -> str:
+    return INSTANCE.format(header="clock_probe.cuh", name=variant["name"], kernel="clock_probe")
 
 
-INSTANCES: dict[str, Callable[[Kernel], str]] = {"stage": stage_instance, "clock_probe": clock_probe_instance}
+INSTANCES: dict[str, Callable[[Variant], str]] = {
+    "stage": stage_instance,
+    "clock_probe": clock_probe_instance,
+}
 
 
-def load_kernels(path: Path) -> list[Kernel]:
-    """The kernels of variants.toml; ValueError names the kernel and key that is missing, unknown or of a wrong type."""
-    kernels: list[Kernel] = tomllib.loads(path.read_text())["variant"]
-    names = [kernel.get("name") for kernel in kernels]
-    for kernel in kernels:
-        name = kernel.get("name")
+def load_variants(path: Path) -> list[Variant]:
+    """The entries of variants.toml; ValueError names the variant and its missing, unknown or wrong key."""
+    variants: list[Variant] = tomllib.loads(path.read_text())["variant"]
+    names = [variant.get("name") for variant in variants]
+    for variant in variants:
+        name = variant.get("name")
         if names.count(name) != 1:
             raise ValueError(f"{path.name}: name {name!r} occurs {names.count(name)} times, must be unique")
-        if kernel.get("op") not in OP_KEYS:
+        if variant.get("op") not in OP_KEYS:
             raise ValueError(
-                f"{path.name}: {name}: op is {kernel.get('op')!r}, must be one of {sorted(OP_KEYS)}"
+                f"{path.name}: {name}: op is {variant.get('op')!r}, must be one of {sorted(OP_KEYS)}"
             )
-        keys = COMMON_KEYS | OP_KEYS[kernel["op"]]
-        if set(kernel) != set(keys):
-            raise ValueError(f"{path.name}: {name}: keys are {sorted(kernel)}, must be {sorted(keys)}")
+        keys = COMMON_KEYS | OP_KEYS[variant["op"]]
+        if set(variant) != set(keys):
+            raise ValueError(f"{path.name}: {name}: keys are {sorted(variant)}, must be {sorted(keys)}")
         for key, kind in keys.items():
-            if type(kernel[key]) is not kind:
+            if type(variant[key]) is not kind:
                 raise ValueError(
-                    f"{path.name}: {name}: {key} is {kernel[key]!r}, must be of type {kind.__name__}"
+                    f"{path.name}: {name}: {key} is {variant[key]!r}, must be of type {kind.__name__}"
                 )
-        if kernel["precision"] not in PRECISIONS:
+        if variant["precision"] not in PRECISIONS:
             raise ValueError(
-                f"{path.name}: {name}: precision is {kernel['precision']!r}, must be one of {sorted(PRECISIONS)}"
+                f"{path.name}: {name}: precision is {variant['precision']!r}, must be one of {sorted(PRECISIONS)}"
             )
         # Family targets (100f) run on several compute capabilities; the selector compares exactly.
-        if not re.fullmatch(r"\d{2,3}a", kernel["architecture"]):
+        if not re.fullmatch(r"\d{2,3}a", variant["architecture"]):
             raise ValueError(
-                f"{path.name}: {name}: architecture is {kernel['architecture']!r}, must be like '90a'"
+                f"{path.name}: {name}: architecture is {variant['architecture']!r}, must be like '90a'"
             )
-    return kernels
+    return variants
 
 
-def table(kernels: list[Kernel]) -> str:
+def table(variants: list[Variant]) -> str:
     """C++ declarations of the kernels and the constexpr array of `Variant` over them."""
     lines = ["// Generated from variants.toml."]
-    lines += [f"const void* kernel_{kernel['name']}();" for kernel in kernels]
+    lines += [f"const void* kernel_{variant['name']}();" for variant in variants]
     lines += ["inline constexpr Variant kVariants[] = {"]
-    for kernel in kernels:
-        digits = kernel["architecture"][:-1]
+    for variant in variants:
+        digits = variant["architecture"][:-1]
         fields = [
-            f'"{kernel["name"]}"',
-            f"Op::{OPS[kernel['op']]}",
-            f"Precision::{PRECISIONS[kernel['precision']]}",
-            f'"{kernel["architecture"]}"',
+            f'"{variant["name"]}"',
+            f"Op::{OPS[variant['op']]}",
+            f"Precision::{PRECISIONS[variant['precision']]}",
+            f'"{variant["architecture"]}"',
             f"{int(digits[:-1]) * 10 + int(digits[-1])}",
-            str(kernel["threads"]),
-            str(kernel.get("vectors_per_thread", 0)),
-            f"&kernel_{kernel['name']}",
+            str(variant["threads"]),
+            str(variant.get("vectors_per_thread", 0)),
+            f"&kernel_{variant['name']}",
         ]
         lines.append("    {" + ", ".join(fields) + "},")
     return "\n".join([*lines, "};", ""])
@@ -113,13 +116,13 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def main(variants: Path, out: Path) -> None:
-    kernels = load_kernels(variants)
-    for kernel in kernels:
-        source = out / kernel["architecture"] / f"{kernel['name']}.cu"
-        write_if_changed(source, INSTANCES[kernel["op"]](kernel))
-        print(f"{kernel['architecture']};{source}")
-    write_if_changed(out / "table" / "host" / "variant_table.inc", table(kernels))
+def main(path: Path, out: Path) -> None:
+    variants = load_variants(path)
+    for variant in variants:
+        source = out / variant["architecture"] / f"{variant['name']}.cu"
+        write_if_changed(source, INSTANCES[variant["op"]](variant))
+        print(f"{variant['architecture']};{source}")
+    write_if_changed(out / "table" / "host" / "variant_table.inc", table(variants))
 
 
 if __name__ == "__main__":

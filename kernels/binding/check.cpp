@@ -25,6 +25,8 @@ std::string dtype_text(ScalarType type) {
             return "float32";
         case ScalarType::Double:
             return "float64";
+        case ScalarType::Short:
+            return "int16";
         case ScalarType::Int:
             return "int32";
         case ScalarType::Long:

@@ -1,0 +1,71 @@
+"""check_layers passes the sources as they are and refuses each kind of forbidden include planted in a copy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import check_layers
+import pytest
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(KERNELS, tmp_path / "kernels"))
+
+
+def plant(kernels: Path, file: str, line: str) -> list[str]:
+    path = kernels / file
+    path.write_text(f"{line}\n{path.read_text() if path.exists() else ''}")
+    return check_layers.check(kernels)
+
+
+def test_the_sources_pass() -> None:
+    assert check_layers.check(KERNELS) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "reason"),
+    [
+        ("host/select.cpp", "#include <torch/csrc/stable/tensor.h>", "only ['binding'] may see it"),
+        ("include/mega_moe/stage.h", "#include <torch/csrc/stable/tensor.h>", "only ['binding'] may see it"),
+        ("binding/check.cpp", "#include <ATen/ATen.h>", "only nobody may see it"),
+        ("binding/check.cpp", "#include <Python.h>", "only nobody may see it"),
+        ("binding/stage.cpp", '#include "device/kernel/sm90_stage.cuh"', "binding may include"),
+        ("binding/stage.cpp", '#include "host/select.h"', "binding may include"),
+        ("binding/stage.cpp", '#include "layout/staging.h"', "binding may include"),
+        ("binding/stage.cpp", "#include <cuda_runtime_api.h>", "may see it"),
+        ("device/role/stage_copy.cuh", '#include "mega_moe/status.h"', "device may include"),
+        ("device/role/stage_copy.cuh", '#include "host/variant.h"', "device may include"),
+        (
+            "device/role/stage_copy.cuh",
+            '#include "device/kernel/sm90_stage.cuh"',
+            "may not know device/kernel",
+        ),
+        ("device/base/macros.cuh", '#include "device/ptx/e4m3.cuh"', "may not know device/ptx"),
+        ("device/extra/new.cuh", '#include "device/ptx/e4m3.cuh"', "without a place in the order"),
+        ("layout/staging.h", '#include "device/base/macros.cuh"', "layout may include"),
+        ("include/mega_moe/stage.h", '#include "layout/staging.h"', "include may include"),
+        ("host/select.cpp", '#include "../device/base/macros.cuh"', "no such file"),
+        ("host/select.cpp", '  #  include "gone.h"', "no such file"),
+        ("host/select.cpp", "#include <cutlass/cutlass.h>", "not a header of the project"),
+        ("layout/staging.h", '#include "layout/staging.h"', "cycle: layout/staging.h -> layout/staging.h"),
+        ("device/ptx/e4m3.cuh", '#include "host/variant_table.inc"', "only host may see it"),
+    ],
+)
+def test_refuses(copy: Path, file: str, line: str, reason: str) -> None:
+    (copy / file).parent.mkdir(exist_ok=True)
+    faults = plant(copy, file, line)
+    assert any(file in fault and reason in fault for fault in faults), faults
+
+
+def test_refuses_a_longer_cycle(copy: Path) -> None:
+    (copy / "layout" / "a.h").write_text('#include "layout/b.h"\n')
+    faults = plant(copy, "layout/b.h", '#include "layout/a.h"')
+    assert faults == ["cycle: layout/a.h -> layout/b.h -> layout/a.h"]
+
+
+def test_refuses_an_empty_folder(tmp_path: Path) -> None:
+    assert check_layers.check(tmp_path) != []
