@@ -147,14 +147,14 @@ def _links(facts: Sequence[RankFacts]) -> Iterator[str]:
         listed = ", ".join(f"{facts[ranks[0]].host}: ranks {ranks}" for ranks in machines.values())
         yield f"the group spans {len(machines)} hosts ({listed}); expert parallelism must stay inside one NVLink domain"
     for rank, fact in enumerate(facts):
-        access = dict(fact.peer_access)
         for other in range(rank + 1, len(facts)):
             uuid = facts[other].device_uuid
             if uuid is None or fact.device_uuid is None:
                 continue
             if uuid == fact.device_uuid:
                 yield f"ranks {rank} and {other} share the GPU {uuid}; each rank needs a GPU of its own"
-            elif access.get(uuid) is False:
+            # Either may be the one that sees both: a rank whose visible devices are masked knows of no other GPU.
+            elif (uuid, False) in fact.peer_access or (fact.device_uuid, False) in facts[other].peer_access:
                 yield f"ranks {rank} and {other}: no peer access between {fact.device} and {facts[other].device}"
 
 
