@@ -71,28 +71,44 @@ def cuda_compiler(build: Environment) -> str:
     return answer
 
 
-def build_wheel(session: nox.Session) -> Path:
-    """The wheel of the present sources, alone in dist/. Ninja compiles what changed; nothing stale can be left over."""
+def build_environment(session: nox.Session) -> Environment:
+    """The environment `build`: torch's headers, CMake and its helpers, and CUDACXX as the compiler to use."""
     build = Environment(session, "build")
     # One command for all: torch's pin decides before `torch>=` of the build requirements can ask for a newer one.
     build.install(*requirements("torch", "build"), *PROJECT["build-system"]["requires"])
+    build.env["CUDACXX"] = cuda_compiler(build)
+    return build
+
+
+def build_wheel(build: Environment) -> Path:
+    """The wheel of the present sources, alone in dist/. Ninja compiles what changed; nothing stale can be left over."""
     shutil.rmtree(DIST, ignore_errors=True)
     options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", DIST)
     try:
-        build.run("python", "-m", "pip", "wheel", *options, ROOT, env={"CUDACXX": cuda_compiler(build)})
+        build.run("python", "-m", "pip", "wheel", *options, ROOT)
     except nox.command.CommandFailed:
         # CMake remembers what a broken configuration found, and would fail again on a machine that was mended.
         shutil.rmtree(ROOT / "build", ignore_errors=True)
         raise
     (wheel,) = DIST.glob("*.whl")
-    session.log(f"built {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
+    build.session.log(f"built {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
     return wheel
 
 
-def installed(session: nox.Session, *groups: str, extra: str = "") -> tuple[Environment, Path]:
+def run_cpp_tests(build: Environment) -> None:
+    """The tests under kernels/tests that need no device."""
+    folder = ROOT / "build" / "tests"
+    python = build.home / "bin" / "python"
+    options = ("-G", "Ninja", "-DMEGA_MOE_TESTS=ON", f"-DPython_EXECUTABLE={python}")
+    build.run("cmake", "-S", "kernels", "-B", folder, "--log-level=WARNING", *options)
+    build.run("cmake", "--build", folder, "--target", "mega_moe_cpu_tests")
+    build.run("ctest", "--test-dir", folder, "--output-on-failure", "--no-tests=error")
+
+
+def installed(build: Environment, *groups: str, extra: str = "") -> tuple[Environment, Path]:
     """The environment `use` with dependency GROUPS, the pinned torch and the wheel of the present sources."""
-    wheel = build_wheel(session)
-    use = Environment(session, "use")
+    wheel = build_wheel(build)
+    use = Environment(build.session, "use")
     use.install(f"{wheel}{extra}", *requirements("torch", *groups))
     # The version number alone would let pip keep an older build of it.
     use.install("--force-reinstall", "--no-deps", wheel)
@@ -136,7 +152,7 @@ def run_docs(use: Environment) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Build and install the wheel, then train the example language model (minutes on two cores). Takes its flags."""
-    use, _ = installed(session, extra="[demo]")
+    use, _ = installed(build_environment(session), extra="[demo]")
     use.run("mega-moe", "train", *session.posargs)
 
 
@@ -144,13 +160,17 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every gate, then the CPU tests on the installed wheel. Takes pytest's arguments."""
     need_python_of_the_tools(session)
-    use, wheel = installed(session, "test", "lint", "types", "layers", "check-wheel", extra="[demo]")
+    build = build_environment(session)
+    # The group `build` too: some gates configure the C++ sources themselves.
+    use, wheel = installed(build, "test", "build", "lint", "types", "layers", "check-wheel", extra="[demo]")
     run_lint(use)
     use.run("mypy")
     run_layers(use)
     run_docs(use)
     use.run("python", "ci/check_wheel.py", wheel)
-    use.run("pytest", *session.posargs, env={"MEGA_MOE_REQUIRE_INSTALLED": "1"})
+    run_cpp_tests(build)
+    promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1", "CUDACXX": str(build.env["CUDACXX"])}
+    use.run("pytest", *session.posargs, env=promised)
 
 
 @nox.session
@@ -180,24 +200,26 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def wheel(session: nox.Session) -> None:
     """Build the wheel into dist/."""
-    build_wheel(session)
+    build_wheel(build_environment(session))
 
 
 @nox.session
 def check_wheel(session: nox.Session) -> None:
     """Build the wheel and judge it: tag, needed libraries, symbols, stable ABI, architectures, size."""
-    built = build_wheel(session)
+    built = build_wheel(build_environment(session))
     gates(session, "check-wheel").run("python", "ci/check_wheel.py", built)
 
 
 @nox.session
 def tests_gpu(session: nox.Session) -> None:
     """Build the wheel and run the tests that need one CUDA device, on the torch that is installed there."""
-    session.run("bash", "ci/test_wheel.sh", "gpu", str(build_wheel(session)), external=True)
+    session.run(
+        "bash", "ci/test_wheel.sh", "gpu", str(build_wheel(build_environment(session))), external=True
+    )
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Time every backend beside this machine's ceilings. Takes the flags of `mega-moe bench`."""
-    use, _ = installed(session)
+    use, _ = installed(build_environment(session))
     use.run("mega-moe", "bench", *session.posargs)
