@@ -54,11 +54,12 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         batch, length, _ = x_BSH.shape
-        q_BSND = self.q_norm(self.q_proj(x_BSH).view(batch, length, self.num_heads, self.head_dim))
-        k_BSGD = self.k_norm(self.k_proj(x_BSH).view(batch, length, self.num_kv_heads, self.head_dim))
+        q_BSND = self.q_proj(x_BSH).view(batch, length, self.num_heads, self.head_dim)
+        k_BSGD = self.k_proj(x_BSH).view(batch, length, self.num_kv_heads, self.head_dim)
         v_BSGD = self.v_proj(x_BSH).view(batch, length, self.num_kv_heads, self.head_dim)
-        q_BNSD = rotate(q_BSND.transpose(1, 2), cos_SD, sin_SD).to(v_BSGD.dtype)
-        k_BGSD = rotate(k_BSGD.transpose(1, 2), cos_SD, sin_SD).to(v_BSGD.dtype)
+        # Norm and rotation in fp32 also under autocast, whose products above are bf16.
+        q_BNSD = rotate(self.q_norm(q_BSND.to(cos_SD.dtype)).transpose(1, 2), cos_SD, sin_SD).to(v_BSGD.dtype)
+        k_BGSD = rotate(self.k_norm(k_BSGD.to(cos_SD.dtype)).transpose(1, 2), cos_SD, sin_SD).to(v_BSGD.dtype)
         # Query head n reads key/value head n // group_size.
         group_size = self.num_heads // self.num_kv_heads
         k_BNSD = k_BGSD.repeat_interleave(group_size, dim=1)
@@ -81,7 +82,7 @@ class Router(nn.Module):
         with torch.autocast(x_TH.device.type, enabled=False):
             probs_TE = F.linear(x_TH.float(), self.weight).softmax(dim=-1)
         top_TK, expert_idx_TK = probs_TE.topk(self.top_k, dim=-1)
-        load_E = torch.bincount(expert_idx_TK.flatten(), minlength=probs_TE.shape[-1]).float()
+        load_E = torch.zeros_like(probs_TE).scatter_(1, expert_idx_TK, 1.0).sum(dim=0)
         return Routing(expert_idx_TK, top_TK / top_TK.sum(dim=-1, keepdim=True), probs_TE.mean(dim=0), load_E)
 
 

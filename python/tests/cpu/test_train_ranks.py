@@ -47,9 +47,12 @@ def test_two_ranks_take_the_steps_of_one(two: Path, alone: dict[str, Any]) -> No
     assert_same_run(report, alone)
 
 
-def test_four_ranks_in_two_groups_take_the_steps_of_one(tmp_path: Path, alone: dict[str, Any]) -> None:
-    report = torchrun(4, tmp_path, "--ep-size", "2")
-    assert (report["ranks"], report["ep_size"]) == (4, 2)
+@pytest.mark.parametrize(("ranks", "ep_size"), [(2, 1), (4, 2)])
+def test_experts_sharded_over_data_ranks_take_the_steps_of_one(
+    ranks: int, ep_size: int, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    report = torchrun(ranks, tmp_path, "--ep-size", str(ep_size))
+    assert (report["ranks"], report["ep_size"]) == (ranks, ep_size)
     assert_same_run(report, alone)
 
 
