@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends import plan
-from mega_moe._backends.decide import check_name, decide
+from mega_moe._backends.decide import check_name
 from mega_moe._backends.facts import as_device, collect, default_device
 from mega_moe._backends.plan import Explanation
 from mega_moe._backends.request import Request
@@ -77,9 +77,10 @@ def explain(
     backend: str = "auto",
     device: torch.device | str | None = None,
 ) -> Explanation:
-    """Which backend would serve such a buffer on this machine, and why not the others. Builds nothing, raises no refusal.
+    """Which backend would serve such a buffer on this machine, and why not the others. Builds nothing.
 
-    The ranks of a group are taken to be like this one; a real group is judged when its buffer is built.
+    Where building it would be refused, ``chosen`` is None. MEGA_MOE_BACKEND and MEGA_MOE_STRICT count as they do for a
+    buffer. The ranks of a group are taken to be like this one; a real group is judged when its buffer is built.
     """
     request = Request(
         num_experts,
@@ -93,10 +94,7 @@ def explain(
         num_reserved_sms,
     )
     where = default_device(None) if device is None else as_device(device)
-    named = check_name("backend", backend)
-    verdicts = decide(request, [collect(where)], named)
-    accepted = [v.backend for v in verdicts if v.accepted and named in (None, v.backend)]
-    return plan.Explanation(request, verdicts, accepted[0] if accepted else None)
+    return plan.forecast(request, [collect(where)], plan.wanted(backend), plan.wanted_strict(None))
 
 
 def _check(

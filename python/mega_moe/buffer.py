@@ -10,11 +10,9 @@ import torch
 from mega_moe._backends import plan
 from mega_moe._backends.agreement import agree
 from mega_moe._backends.control import Control, GroupControl, LocalControl, check_timeout
-from mega_moe._backends.decide import check_name
 from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
 from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.request import Request
-from mega_moe._base import env
 from mega_moe._base.errors import MegaMoEError
 from mega_moe._ops import registry
 
@@ -91,9 +89,9 @@ class MoEBuffer:
         try:
             try:
                 request = Request(num_ranks=self._control.size, **settings)  # type: ignore[arg-type]
-                named = _named(backend)
+                named = plan.wanted(backend)
                 settings["backend"] = named or "auto"
-                settings["strict"] = _strict(strict)
+                settings["strict"] = plan.wanted_strict(strict)
                 settings["arrival_timeout"] = self._control.timeout
                 group_backend = None if group is None else _group_backend(group)
                 where = default_device(group_backend) if device is None else as_device(device)
@@ -246,21 +244,6 @@ class MoEBuffer:
             num_experts, max_tokens_per_rank, top_k, hidden, intermediate, precision, num_ranks=num_ranks
         )
         return plan.staging_nbytes(request)
-
-
-def _named(backend: str) -> str | None:
-    """The backend that must be used, from the argument or, for 'auto', from MEGA_MOE_BACKEND; None: the first that fits."""
-    named = check_name("backend", backend)
-    outside = env.backend()
-    return named if named is not None or outside is None else check_name("MEGA_MOE_BACKEND", outside)
-
-
-def _strict(strict: bool | None) -> bool:
-    if strict is None:
-        return env.strict()
-    if not isinstance(strict, bool):
-        raise TypeError(f"strict: got {strict!r} ({type(strict).__name__}), want True, False or None")
-    return strict
 
 
 def _group_backend(group: dist.ProcessGroup) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from mega_moe._backends.arithmetic import Arithmetic
 from mega_moe._backends.control import Control
-from mega_moe._backends.decide import Verdict, choose, decide
+from mega_moe._backends.decide import Verdict, check_name, choose, decide
 from mega_moe._backends.facts import RankFacts
 from mega_moe._backends.grouped import GroupedArithmetic
 from mega_moe._backends.plain import PlainExecutor
@@ -19,7 +19,8 @@ from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
 from mega_moe._backends.staging import KernelStager, Stager, TorchStager
 from mega_moe._backends.transport import GroupTransport, LocalTransport, Transport
-from mega_moe._base.errors import FallbackWarning
+from mega_moe._base import env
+from mega_moe._base.errors import BackendRefusedError, FallbackWarning
 
 _warned: set[str] = set()
 
@@ -40,7 +41,7 @@ class Explanation:
     def reason(self) -> str:
         """One line: what was chosen, and why not the fused backend where it is not."""
         if self.chosen is None:
-            return "no backend can serve this request"
+            return "no backend is chosen"
         fused = self.verdict("fused")
         return self.chosen if fused.accepted else f"{self.chosen}, since {fused}"
 
@@ -58,12 +59,38 @@ class Explanation:
         return "\n".join([*(str(v) for v in self.verdicts), f"chosen: {self.chosen or 'none'}"])
 
 
+def wanted(backend: str) -> str | None:
+    """The backend that must be used: the argument's, for 'auto' that of MEGA_MOE_BACKEND; None: the first that fits."""
+    named = check_name("backend", backend)
+    outside = env.backend()
+    return named if named is not None or outside is None else check_name("MEGA_MOE_BACKEND", outside)
+
+
+def wanted_strict(strict: bool | None) -> bool:
+    """Whether falling back is forbidden: the argument, for None MEGA_MOE_STRICT."""
+    if strict is None:
+        return env.strict()
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: got {strict!r} ({type(strict).__name__}), want True, False or None")
+    return strict
+
+
 def explain(
     request: Request, facts: Sequence[RankFacts], named: str | None = None, strict: bool = False
 ) -> Explanation:
     """Judge and choose; BackendRefusedError when nothing, or not the named backend, can serve the request."""
     verdicts = decide(request, facts, named)
     return Explanation(request, verdicts, choose(verdicts, named, strict).backend)
+
+
+def forecast(
+    request: Request, facts: Sequence[RankFacts], named: str | None = None, strict: bool = False
+) -> Explanation:
+    """As `explain`, with None for the choice where that raises."""
+    try:
+        return explain(request, facts, named, strict)
+    except BackendRefusedError:
+        return Explanation(request, decide(request, facts, named), None)
 
 
 def warn_fallback(explanation: Explanation) -> None:

@@ -6,7 +6,7 @@ PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
 
 # Checked limits: a token index and a rank share 32 bits of a routing entry with the slot, and expert ids travel as
 # uint16 with 0xFFFF for a masked slot.
-MAX_TOKENS_PER_RANK = 1 << 20
+MAX_TOKENS_PER_RANK = (1 << 20) - 1
 MAX_TOP_K = 16
 MAX_EXPERTS = 2048
 MAX_RANKS = 32
