@@ -1,8 +1,9 @@
-"""One layer in plain torch: dispatch, the backend's arithmetic on local experts, combine. Reference and grouped share it."""
+"""One layer in plain torch: dispatch, the backend's arithmetic on local experts, combine. All plain backends share it."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -147,8 +148,9 @@ class PlainExecutor:
             refusal = ValueError(
                 f"topk_idx[{token}, {slot}]: got expert {value}, want -1 or 0 to {experts - 1}"
             )
-        bits = 0 if clamp is None else struct.unpack("q", struct.pack("d", clamp))[0]
-        header = Header(self._next(), int(refusal is not None), phase, _DTYPES.index(x.dtype), bits, needs)
+        header = Header(
+            self._next(), int(refusal is not None), phase, _DTYPES.index(x.dtype), _clamp_bits(clamp), needs
+        )
         return staged, *self._agree(header, torch.tensor(totals, dtype=torch.int64), refusal)
 
     def _agree(self, header: Header, counts: Tensor, refusal: Exception | None) -> tuple[Tensor, int]:
@@ -164,11 +166,17 @@ class PlainExecutor:
                 raise refusal
             told = "; ".join(f"rank {r}: {why}" for r, why in enumerate(reasons) if why)
             raise PeerError(f"rank {self.control.rank}: {what} was refused by {told}")
-        for name, shown in (("phase", _PHASES), ("call", None), ("dtype", _DTYPES), ("clamp", None)):
+        shown: dict[str, Callable[[int], object]] = {
+            "phase": _PHASES.__getitem__,
+            "call": int,
+            "dtype": _DTYPES.__getitem__,
+            "clamp": _clamp_of,
+        }
+        for name, show in shown.items():
             values = [getattr(h, name) for h in headers]
             if len(set(values)) > 1:
-                got = {r: shown[v] if shown else v for r, v in enumerate(values)}
-                raise MegaMoEError(f"ranks disagree on the {name} of {what}: {got}")
+                got = ", ".join(f"rank {r}: {show(v)}" for r, v in enumerate(values))
+                raise PeerError(f"rank {self.control.rank}: ranks disagree on the {name} of {what}: {got}")
         union = 0
         for h in headers:
             union |= h.needs
@@ -202,3 +210,14 @@ class PlainExecutor:
         for slot in slots.view(tokens, top_k, hidden).unbind(1):
             total += slot
         return total.to(rows.dtype)
+
+
+def _clamp_bits(clamp: float | None) -> int:
+    # The bits of a double, so that ranks agree on the exact number; a clamp is above 0, so 0 is free for none.
+    bits: int = struct.unpack("q", struct.pack("d", clamp or 0.0))[0]
+    return bits
+
+
+def _clamp_of(bits: int) -> float | None:
+    clamp: float = struct.unpack("d", struct.pack("q", bits))[0]
+    return clamp or None
