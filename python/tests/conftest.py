@@ -1,0 +1,50 @@
+"""Where the package must come from, and what a test gets that needs a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("MEGA_MOE_REQUIRE_INSTALLED") != "1":
+        return
+    found = importlib.util.find_spec("mega_moe")
+    where = Path(found.origin).resolve() if found is not None and found.origin else None
+    # Beside a package that pip put there, in site-packages or in a folder of its own, lies its record.
+    if where is None or not any(where.parent.parent.glob("mega_moe-*.dist-info/RECORD")):
+        pytest.exit(
+            f"MEGA_MOE_REQUIRE_INSTALLED=1: mega_moe comes from {where}, want it installed from a wheel", 4
+        )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Threads that wait for one another on shared cores make tests on small tensors several times slower."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def cuda_device() -> torch.device:
+    """The current GPU; without one the test is skipped, or fails where MEGA_MOE_REQUIRE_GPU=1 promised it."""
+    return cuda_devices_or_give_up(1)[0]
+
+
+@pytest.fixture
+def cuda_devices() -> list[torch.device]:
+    """All GPUs of this machine, two at least; without them as `cuda_device`."""
+    return cuda_devices_or_give_up(2)
+
+
+def cuda_devices_or_give_up(want: int) -> list[torch.device]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < want:
+        reason = f"needs {want} CUDA device(s), torch {torch.__version__} sees {count}"
+        if os.environ.get("MEGA_MOE_REQUIRE_GPU") == "1":
+            pytest.fail(f"MEGA_MOE_REQUIRE_GPU=1: {reason}", pytrace=False)
+        pytest.skip(reason)
+    return [torch.device("cuda", index) for index in range(count)]
