@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import socket
 from dataclasses import asdict, dataclass
@@ -149,7 +150,13 @@ def _machine() -> str:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version that the installed driver serves; None without a driver or with a CPU torch."""
-    query = getattr(torch._C, "_cuda_getDriverVersion", None)
-    version = int(query()) if query is not None else 0
-    return (version // 1000, version % 1000 // 10) if version else None
+    """The newest CUDA version that the installed driver serves; None without a driver."""
+    try:
+        # The driver's own library: torch tells the version it was built with, not the driver's. Makes no context.
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10

@@ -94,7 +94,8 @@ def test_staging_memory_is_what_nbytes_says(cuda_device: torch.device) -> None:
     sizes = dict(num_experts=8, max_tokens_per_rank=4096, top_k=2, hidden=2048, intermediate=128)
     before = torch.cuda.memory_allocated()
     buffer = mega_moe.MoEBuffer(**sizes, backend="grouped", device=cuda_device)
-    assert torch.cuda.memory_allocated() - before == mega_moe.MoEBuffer.nbytes(**sizes)
+    held = torch.cuda.memory_allocated() - before
+    assert 0 <= held - mega_moe.MoEBuffer.nbytes(**sizes) < 512, "torch's allocator rounds up to 512 bytes"
     buffer.destroy()
     assert torch.cuda.memory_allocated() == before
 
