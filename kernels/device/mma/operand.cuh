@@ -1,0 +1,31 @@
+#pragma once
+#include <cstdint>
+
+// Descriptors by which wgmma finds its operands in shared memory: blocks of 64 rows x 128 bytes, 8192 bytes
+// each, as a TMA box with the 128-byte swizzle leaves them.
+//   K-major    a row is 128 bytes along the contraction; boxes of rows follow one another
+//   MN-major   a row is 64 bf16 along M or N, one per step of the contraction (64 of them); the next 64 of M
+//   or N follow
+namespace mega_moe::device {
+
+enum class Major { kK, kMn };
+
+inline constexpr int kOperandRowBytes = 128;
+// Descriptors count in units of 16 bytes; so do the steps, which are added to them.
+inline constexpr uint64_t kStepOf64Rows = 64 * kOperandRowBytes / 16;
+// To the next 32 bytes of the contraction in K-major, to the next 16 of its steps in MN-major.
+template <Major M>
+inline constexpr uint64_t kStepOfInstruction = (M == Major::kK ? 32 : 16 * kOperandRowBytes) / 16;
+
+template <Major M>
+__device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
+    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+    constexpr uint64_t kEightRows = uint64_t{8 * kOperandRowBytes / 16} << 32;
+    // From 64 elements of M or N to the next; K-major ignores it.
+    constexpr uint64_t kNextBlock = (M == Major::kK ? 1 : kStepOf64Rows) << 16;
+    // In a cluster the address carries the block's rank above bit 24, which would spill into the field of
+    // kNextBlock: right in K-major, garbage in MN-major, in odd blocks only.
+    return kSwizzle128 | kEightRows | kNextBlock | (shared & 0x3FFFF) >> 4;
+}
+
+}  // namespace mega_moe::device

@@ -1,0 +1,21 @@
+#pragma once
+
+namespace mega_moe::device::ptx {
+
+// Orders this thread's ordinary accesses to shared memory before later ones by bulk copies and wgmma.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory, on either side of a flag: after the writer's stores, before the reader's copy.
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Shows initialised barriers to the cluster and to bulk copies; a block or cluster barrier must follow.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_proxy_async_shared();
+}
+
+}  // namespace mega_moe::device::ptx

@@ -1,0 +1,23 @@
+#pragma once
+
+// What surrounds the products of a warpgroup; all its threads execute it. The products themselves are in
+// wgmma_bf16.cuh and wgmma_e4m3.cuh.
+namespace mega_moe::device::ptx {
+
+// Before the first product after the accumulators were touched.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until all but the latest `Pending` groups are done; their operands may then be overwritten, and with none
+// pending the accumulators be read.
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+}  // namespace mega_moe::device::ptx
