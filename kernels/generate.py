@@ -24,10 +24,11 @@ Variant = dict[str, Any]
 COMMON_KEYS = {"name": str, "op": str, "architecture": str, "precision": str, "spill_bytes": int}
 OP_KEYS = {
     "stage": {"hidden_multiple": int, "threads": int, "vectors_per_thread": int, "blocks_per_sm": int},
+    "route": {"threads": int},
     "clock_probe": {"threads": int},
 }
 PRECISIONS = {"bf16": "kBf16", "fp8": "kFp8", "none": "kNone"}
-OPS = {"stage": "kStage", "clock_probe": "kClockProbe"}
+OPS = {"stage": "kStage", "route": "kRoute", "clock_probe": "kClockProbe"}
 
 INSTANCE = """\
 // Generated from variants.toml.
@@ -47,12 +48,17 @@ def stage_instance(variant: Variant) -> str:
     )
 
 
+def route_instance(variant: Variant) -> str:
+    return INSTANCE.format(header="sm90_route.cuh", name=variant["name"], kernel=f"sm90_route<{variant['threads']}>")
+
+
 def clock_probe_instance(variant: Variant) -> str:
     return INSTANCE.format(header="clock_probe.cuh", name=variant["name"], kernel="clock_probe")
 
 
 INSTANCES: dict[str, Callable[[Variant], str]] = {
     "stage": stage_instance,
+    "route": route_instance,
     "clock_probe": clock_probe_instance,
 }
 

@@ -16,17 +16,35 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "stage(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int buffer_bytes, int max_tokens, "
         "int num_experts, bool quantise) -> ()");
+    // What the memory of the routing tables depends on; pool_rows 0 is the largest useful pool, one chunk for any routing.
+    m.def(
+        "symmetric_layout(int max_tokens, int top_k, int num_experts, int hidden, int num_ranks, int pool_rows, "
+        "bool quantise, bool home, bool canaries) -> int[]");
+    m.def(
+        "workspace_layout(int max_tokens, int top_k, int num_experts, int hidden, int num_ranks, int pool_rows, "
+        "bool quantise, bool home, bool canaries) -> int[]");
+    m.def("symmetric_parts() -> str");
+    m.def("workspace_parts() -> str");
+    m.def(
+        "route(Tensor topk_idx, Tensor topk_weights, Tensor(a!) summary, int[] buffers, int workspace, int record, "
+        "int max_tokens, int num_experts, int hidden, int pool_rows, bool quantise, bool home, bool canaries, int rank, "
+        "int num_sms, int arrival_ns, int progress_ns, int refused_tokens) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CompositeExplicitAutograd, m) {
     m.impl("staging_layout", TORCH_BOX(&mega_moe::binding::staging_layout));
+    m.impl("symmetric_layout", TORCH_BOX(&mega_moe::binding::symmetric_layout));
+    m.impl("workspace_layout", TORCH_BOX(&mega_moe::binding::workspace_layout));
+    m.impl("symmetric_parts", TORCH_BOX(&mega_moe::binding::symmetric_parts));
+    m.impl("workspace_parts", TORCH_BOX(&mega_moe::binding::workspace_parts));
     m.impl("build_info", TORCH_BOX(&mega_moe::binding::build_info));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
+    m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }
 
@@ -34,5 +52,6 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
 // backends.
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CPU, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
+    m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }

@@ -20,8 +20,10 @@ Status prepare_launch(Op op, Precision precision, int device, DeviceFacts& facts
     return select_variant(kVariants, std::size(kVariants), op, precision, facts.compute_capability, variant);
 }
 
-Status launch_variant(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
-                      void* stream) noexcept {
+namespace {
+
+Status launch(const Variant& variant, unsigned blocks, int shared_bytes, bool cooperative, void* parameter,
+              void* stream) noexcept {
     const void* kernel = variant.kernel();
     if (shared_bytes > 48 * 1024) {
         const cudaError_t error =
@@ -33,8 +35,27 @@ Status launch_variant(const Variant& variant, unsigned blocks, int shared_bytes,
     config.blockDim = dim3(static_cast<unsigned>(variant.threads));
     config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    if (cooperative) {
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+    }
     void* parameters[] = {parameter};
     return cuda_status(cudaLaunchKernelExC(&config, kernel, parameters), variant.name);
+}
+
+}  // namespace
+
+Status launch_variant(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
+                      void* stream) noexcept {
+    return launch(variant, blocks, shared_bytes, false, parameter, stream);
+}
+
+Status launch_cooperative(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
+                          void* stream) noexcept {
+    return launch(variant, blocks, shared_bytes, true, parameter, stream);
 }
 
 }  // namespace mega_moe

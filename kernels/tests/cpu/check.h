@@ -14,5 +14,7 @@
     } while (false)
 
 void test_group_scale();
+void test_layouts();
+void test_route();
 void test_select();
 void test_staging();

@@ -7,7 +7,10 @@ int main(int count, char** arguments) {
     const struct {
         const char* name;
         void (*run)();
-    } suites[] = {{"group_scale", test_group_scale}, {"select", test_select}, {"staging", test_staging}};
+    } suites[] = {{"group_scale", test_group_scale},
+                  {"layouts", test_layouts},
+                  {"select", test_select},
+                  {"staging", test_staging}};
     CHECK(count == 2, "got %d arguments, want the name of a suite", count - 1);
     for (const auto& suite : suites) {
         if (std::strcmp(suite.name, arguments[1]) != 0) continue;
@@ -15,6 +18,6 @@ int main(int count, char** arguments) {
         std::printf("%s: passed\n", suite.name);
         return 0;
     }
-    std::fprintf(stderr, "suite: got %s, want group_scale, select or staging\n", arguments[1]);
+    std::fprintf(stderr, "suite: got %s, want group_scale, layouts, select or staging\n", arguments[1]);
     return 2;
 }

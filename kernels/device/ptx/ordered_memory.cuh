@@ -1,0 +1,85 @@
+#pragma once
+#include <cstdint>
+
+// Loads and stores with a memory order: "gpu" for words of one device, "sys" for words that peers read or
+// write.
+namespace mega_moe::device::ptx {
+
+__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
+    uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
+    uint64_t v;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
+    uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
+    return v;
+}
+
+// The loads below are of data that a flag or barrier has announced in this launch: never through L1 or the
+// constant path.
+__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* address) {
+    uint32_t v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint16_t load_relaxed_sys(const uint16_t* address) {
+    uint16_t v;
+    asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(v) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint4 load_relaxed_sys(const uint4* address) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t v) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
+__device__ __forceinline__ void add_relaxed_gpu(uint32_t* address, uint32_t v) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void add_release_gpu(uint64_t* address, uint64_t v) {
+    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
+// Returns what was there.
+__device__ __forceinline__ uint64_t max_relaxed_gpu(uint64_t* address, uint64_t v) {
+    uint64_t old;
+    asm volatile("atom.relaxed.gpu.global.max.u64 %0, [%1], %2;"
+                 : "=l"(old)
+                 : "l"(address), "l"(v)
+                 : "memory");
+    return old;
+}
+
+// Orders what this thread, and threads that met it at a barrier, wrote before what it writes after.
+__device__ __forceinline__ void fence_sys() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+}  // namespace mega_moe::device::ptx

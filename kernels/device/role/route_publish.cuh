@@ -1,0 +1,137 @@
+#pragma once
+#include <cstdint>
+
+#include "device/comm/fault.cuh"
+#include "device/comm/wait.cuh"
+#include "device/ptx/ordered_memory.cuh"
+#include "device/ptx/warp.cuh"
+#include "device/role/route_ids.cuh"
+#include "layout/route_shared.h"
+
+// What ranks tell one another at the start of a launch: a header with their number of tokens, then the ids by blocks.
+namespace mega_moe::device {
+
+using layout::RouteState;
+
+__device__ __forceinline__ void report_bad_id(const RouteParams& p, std::uint64_t epoch, std::int64_t token, int slot) {
+    const std::int64_t pair = token * p.top_k + slot;
+    ptx::max_relaxed_gpu(p.endpoint.sync + layout::kBadIdEpochWord, epoch);
+    write_record(p.endpoint, epoch,
+                 {Role::kPublish, Kind::kBadId, static_cast<std::uint64_t>(pair),
+                  static_cast<std::uint64_t>(raw_id(p, pair)), static_cast<std::uint64_t>(p.num_experts)});
+}
+
+// Threads 0 to num_ranks - 1 of one CTA. Carries no data but the word itself, so it needs no order.
+__device__ __forceinline__ void send_header(const RouteParams& p, std::uint64_t epoch) {
+    const Endpoint& e = p.endpoint;
+    if (threadIdx.x >= static_cast<unsigned>(e.num_ranks)) return;
+    const std::uint64_t header =
+        layout::encode_header(epoch, p.refuse, static_cast<std::uint64_t>(p.num_tokens));
+    ptx::store_relaxed_sys(
+        e.at<std::uint64_t>(threadIdx.x, p.headers) + epoch % 2 * static_cast<unsigned>(e.num_ranks) + e.rank, header);
+}
+
+__device__ __forceinline__ void publish_weights(const RouteParams& p, std::int64_t token, std::uint64_t epoch) {
+    if (p.topk_weights == nullptr) return;
+    auto* row = reinterpret_cast<std::uint32_t*>(published_weights(p, p.endpoint.rank, token, epoch));
+    std::uint32_t bits[kMaxTopK];
+#pragma unroll
+    for (int slot = 0; slot < kMaxTopK; ++slot)
+        if (slot < p.top_k) bits[slot] = raw_weight_bits(p, token * p.top_k + slot);
+    if (p.top_k % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kMaxTopK / 4; ++i)
+            if (i * 4 < p.top_k)
+                reinterpret_cast<uint4*>(row)[i] = {bits[4 * i], bits[4 * i + 1], bits[4 * i + 2], bits[4 * i + 3]};
+    } else {
+#pragma unroll
+        for (int slot = 0; slot < kMaxTopK; ++slot)
+            if (slot < p.top_k) row[slot] = bits[slot];
+    }
+}
+
+// This CTA's share of the blocks: ids and weights into the own buffer, then a flag to every rank for each block.
+template <int Threads>
+__device__ __forceinline__ void publish_blocks(const RouteParams& p, std::uint64_t epoch) {
+    const Endpoint& e = p.endpoint;
+    const auto blocks = static_cast<int>(layout::num_blocks(p.num_tokens));
+    const auto share = static_cast<int>(layout::ceil_div(blocks, gridDim.x));
+    const int first = min(static_cast<int>(blockIdx.x) * share, blocks);
+    const int end = min(first + share, blocks);
+    const int end_token = min(end * layout::kBlockTokens, p.num_tokens);
+#pragma unroll 1
+    for (int token = first * layout::kBlockTokens + static_cast<int>(threadIdx.x); token < end_token;
+         token += Threads) {
+        int bad_slot;
+        const TokenIds ids = raw_ids(p, token, bad_slot);
+        store_ids(const_cast<std::uint16_t*>(published_row(p, e.rank, token, epoch)), ids, p.top_k);
+        publish_weights(p, token, epoch);
+        if (bad_slot >= 0) report_bad_id(p, epoch, token, bad_slot);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < (end - first) * e.num_ranks; i += Threads) {
+        const std::int64_t block = first + i / e.num_ranks;
+        std::uint64_t* flag = e.at<std::uint64_t>(i % e.num_ranks, p.block_flags) +
+                              std::int64_t{e.rank} * p.max_blocks + block;
+        // The fence covers what the other threads of the CTA wrote before they met this one.
+        ptx::fence_sys();
+        ptx::store_release_sys(flag, epoch);
+    }
+}
+
+// Warp 0. The one wait whose limit is that of arrival: until all headers are here, some rank may not have launched.
+__device__ __forceinline__ void await_headers(const RouteParams& p, RouteState& state) {
+    const Endpoint& e = p.endpoint;
+    const auto peer = static_cast<int>(ptx::lane_id());
+    const std::uint64_t epoch = state.epoch;
+    bool met = true;
+    std::uint64_t header = 0;
+    if (peer < e.num_ranks) {
+        const std::uint64_t* word =
+            e.at<std::uint64_t>(e.rank, p.headers) + epoch % 2 * static_cast<unsigned>(e.num_ranks) + peer;
+        const auto load = [&] { return ptx::load_acquire_sys(word); };
+        met = wait_for(e, load, epoch << layout::kHeaderEpochShift, e.arrival_ns, header);
+        if (!met)
+            give_up(e, epoch,
+                    {Role::kHeader, Kind::kArrival, static_cast<std::uint64_t>(peer),
+                     header >> layout::kHeaderEpochShift, epoch});
+    }
+    const bool refused = met && (header & layout::kHeaderRefused) != 0;
+    const auto tokens = static_cast<std::uint32_t>(header & layout::kHeaderTokens);
+    if (refused && peer != e.rank)
+        write_record(e, epoch, {Role::kHeader, Kind::kRefused, static_cast<std::uint64_t>(peer), tokens,
+                                static_cast<std::uint64_t>(p.max_tokens)});
+    const bool failed = ptx::any(!met);
+    const std::uint32_t refusals = ptx::ballot(refused);
+    const std::uint32_t most = ptx::largest(refused ? 0 : tokens);
+    if (peer < e.num_ranks) state.tokens[peer] = static_cast<std::int32_t>(tokens);
+    if (peer != 0) return;
+    state.failed = failed;
+    state.refused = __ffs(static_cast<int>(refusals));
+    state.most_tokens = static_cast<std::int32_t>(most);
+}
+
+// All threads: the ids of tokens [first, end) of all ranks. A thread that gives up says so in the state.
+template <int Threads>
+__device__ __forceinline__ void await_ids(const RouteParams& p, RouteState& state, int first, int end) {
+    const Endpoint& e = p.endpoint;
+    const int first_block = first / layout::kBlockTokens;
+    const auto blocks = static_cast<int>(layout::num_blocks(end)) - first_block;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < blocks * e.num_ranks; i += Threads) {
+        const int peer = i % e.num_ranks;
+        const int block = first_block + i / e.num_ranks;
+        if (block * layout::kBlockTokens >= state.tokens[peer]) continue;
+        const std::int64_t index = std::int64_t{peer} * p.max_blocks + block;
+        const std::uint64_t* word = e.at<std::uint64_t>(e.rank, p.block_flags) + index;
+        std::uint64_t seen;
+        const auto load = [&] { return ptx::load_acquire_sys(word); };
+        if (wait_for(e, load, state.epoch, e.progress_ns, seen)) continue;
+        give_up(e, state.epoch,
+                {Role::kBlockFlag, Kind::kProgress, static_cast<std::uint64_t>(index), seen, state.epoch});
+        state.failed = 1;
+    }
+}
+
+}  // namespace mega_moe::device

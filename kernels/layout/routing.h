@@ -1,0 +1,111 @@
+#pragma once
+#include <cstdint>
+
+#include "layout/host_device.h"
+
+// Laws of the routing tables: units of work, columns of the counts, chunks, and the encodings of their entries.
+namespace mega_moe::layout {
+
+inline constexpr int kMaxRanks = 32;
+inline constexpr int kMaxSlotsPerToken = 16;
+inline constexpr int kBlockTokens = 128;  // tokens, of all ranks, between which a chunk may end
+inline constexpr int kPadRows = 128;      // an expert's rows in a chunk start on a multiple of this
+inline constexpr int kMaxCtas = 256;
+// Counts of CTAs are also summed by groups, so that a CTA finds its place from two short columns of sums.
+inline constexpr int kCtasPerGroup = 16;
+inline constexpr int kMaxGroups = kMaxCtas / kCtasPerGroup;
+
+MEGA_MOE_LAW std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+    return (a + b - 1) / b;
+}
+
+MEGA_MOE_LAW std::int64_t num_blocks(std::int64_t num_tokens) {
+    return ceil_div(num_tokens, kBlockTokens);
+}
+
+MEGA_MOE_LAW std::int64_t pad_rows(std::int64_t rows) {
+    return ceil_div(rows, kPadRows) * kPadRows;
+}
+
+// Columns of a count: rows per local expert; resident tokens by first and by last local expert; all rows; all
+// resident tokens. A token is resident on a rank that holds one of its experts.
+MEGA_MOE_LAW int column_of_first(int num_local) {
+    return num_local;
+}
+MEGA_MOE_LAW int column_of_last(int num_local) {
+    return 2 * num_local;
+}
+MEGA_MOE_LAW int column_of_rows(int num_local) {
+    return 3 * num_local;
+}
+MEGA_MOE_LAW int column_of_residents(int num_local) {
+    return 3 * num_local + 1;
+}
+MEGA_MOE_LAW int num_columns(int num_local) {
+    return 3 * num_local + 2;
+}
+
+// --- chunks -----------------------------------------------------------------------------------------------------------
+// A chunk is the longest run of blocks that has at most so many rows, so that its padded rows fit into a pool.
+MEGA_MOE_LAW std::int64_t chunk_limit(std::int64_t pool_rows, std::int64_t num_local) {
+    return pool_rows - num_local * (kPadRows - 1);
+}
+
+// Two neighbours together exceed the limit, or they would be one chunk.
+MEGA_MOE_LAW std::int64_t max_chunks(std::int64_t max_rows, std::int64_t limit, std::int64_t blocks) {
+    const std::int64_t by_rows = 2 * (max_rows / (limit + 1)) + 1;
+    return blocks < 1 ? 1 : by_rows < blocks ? by_rows : blocks;
+}
+
+// First slot of a chunk: at least the padded rows of the chunks before it, and found without counting those.
+MEGA_MOE_LAW std::int64_t chunk_first_slot(std::int64_t rows_before, std::int64_t chunk, std::int64_t num_local) {
+    return pad_rows(rows_before) + chunk * num_local * kPadRows;
+}
+
+// --- work of a CTA ----------------------------------------------------------------------------------------------------
+// A CTA takes a run of tokens of all ranks, in tiles with a thread for each (token, rank).
+struct Work {
+    int tile_tokens;
+    int range_tokens;  // tokens of each CTA, a multiple of tile_tokens; no tile spans two blocks
+};
+
+inline constexpr int kMinTileTokens = 16;
+
+MEGA_MOE_LAW int max_tile_tokens(int threads, int num_ranks) {
+    int tokens = kBlockTokens;
+    while (tokens * num_ranks > threads) tokens /= 2;
+    return tokens;
+}
+
+MEGA_MOE_LAW Work split_work(std::int64_t most_tokens, int num_ctas, int threads, int num_ranks) {
+    const int longest = max_tile_tokens(threads, num_ranks);
+    const auto share = static_cast<int>(ceil_div(most_tokens, num_ctas));
+    if (share >= longest) return {longest, static_cast<int>(ceil_div(share, longest)) * longest};
+    int tile = kMinTileTokens < longest ? kMinTileTokens : longest;
+    while (tile < share) tile *= 2;
+    return {tile, tile};
+}
+
+// --- encodings --------------------------------------------------------------------------------------------------------
+// Where a row comes from: token, source rank, slot.
+MEGA_MOE_LAW std::uint32_t encode_source(std::uint32_t token, std::uint32_t rank, std::uint32_t slot) {
+    return token | rank << 20 | slot << 25;
+}
+
+// Low word: token, source rank, number of its local rows minus 1; high word: where its slots start in slot_list.
+MEGA_MOE_LAW std::uint64_t encode_resident(std::uint32_t token, std::uint32_t rank, std::uint32_t rows,
+                                           std::uint32_t first) {
+    return std::uint64_t{first} << 32 | encode_source(token, rank, rows - 1);
+}
+
+// What a rank says at the start of a launch.
+inline constexpr int kHeaderEpochShift = 24;
+inline constexpr std::uint64_t kHeaderRefused = std::uint64_t{1} << 20;
+inline constexpr std::uint64_t kHeaderTokens = kHeaderRefused - 1;
+
+MEGA_MOE_LAW std::uint64_t encode_header(std::uint64_t epoch, bool refused, std::uint64_t tokens) {
+    return epoch << kHeaderEpochShift | (refused ? kHeaderRefused : 0) |
+           (tokens < kHeaderTokens ? tokens : kHeaderTokens);
+}
+
+}  // namespace mega_moe::layout

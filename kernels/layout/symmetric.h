@@ -1,0 +1,52 @@
+#pragma once
+#include <cstdint>
+
+#include "layout/parts.h"
+#include "layout/routing.h"
+#include "layout/staging.h"
+
+namespace mega_moe::layout {
+
+// A rank's part of the symmetric buffer: what its peers read and write. All ranks have the same layout.
+struct SymmetricShape {
+    std::int64_t max_tokens;
+    std::int64_t top_k;
+    std::int64_t hidden;
+    std::int64_t num_ranks;
+    bool quantise;  // x is staged as e4m3
+    bool home;      // with home slots
+    bool canaries;
+};
+
+enum SymmetricPart {
+    kControlWords,      // uint64: the words of ControlWord, zero at first
+    kHeaders,           // uint64 [2][num_ranks]: what each rank said of launch n, in bank n % 2; zero at first
+    kBlockFlags,        // uint64 [num_ranks][max_blocks]: launch whose ids of the block are published; zero
+    kPublishedIds,      // uint16 [2][max_tokens, top_k]: expert ids of launch n in bank n % 2
+    kPublishedWeights,  // fp32 [2][max_tokens, top_k]
+    kStaging,           // layout/staging.h
+    kHome,              // bf16 [max_tokens, min(num_ranks, top_k), hidden]: sums that ranks send to a token
+    kSymmetricParts
+};
+
+enum ControlWord {
+    kEpochWord,  // number of the last launch of this rank that passed its grid barrier
+    kAbortWord,  // not zero: a rank gave up; see encode_abort
+    kControlWordCount
+};
+
+constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
+    const std::int64_t slots = s.max_tokens * s.top_k;
+    const std::int64_t home_rows = s.max_tokens * (s.num_ranks < s.top_k ? s.num_ranks : s.top_k);
+    LayoutBuilder<kSymmetricParts> builder(s.canaries);
+    builder.add("control", kControlWordCount * 8);
+    builder.add("headers", 2 * s.num_ranks * 8);
+    builder.add("block_flags", s.num_ranks * num_blocks(s.max_tokens) * 8);
+    builder.add("published_ids", 2 * align_part(slots * 2));
+    builder.add("published_weights", 2 * align_part(slots * 4));
+    builder.add("staging", make_staging(s.max_tokens, s.top_k, s.hidden, s.quantise).total);
+    builder.add("home", s.home ? home_rows * s.hidden * 2 : 0);
+    return builder.finish();
+}
+
+}  // namespace mega_moe::layout

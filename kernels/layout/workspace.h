@@ -1,0 +1,100 @@
+#pragma once
+#include <cstdint>
+
+#include "layout/parts.h"
+#include "layout/routing.h"
+
+namespace mega_moe::layout {
+
+// A rank's own memory: counts and routing tables, which no peer touches.
+struct WorkspaceShape {
+    std::int64_t max_tokens;
+    std::int64_t top_k;
+    std::int64_t num_local;  // experts of this rank
+    std::int64_t num_ranks;
+    std::int64_t pool_rows;  // padded rows of a chunk
+    bool canaries;
+
+    MEGA_MOE_LAW std::int64_t max_rows() const { return max_tokens * num_ranks * top_k; }
+    MEGA_MOE_LAW std::int64_t limit() const { return chunk_limit(pool_rows, num_local); }
+    MEGA_MOE_LAW std::int64_t chunks() const {
+        return layout::max_chunks(max_rows(), limit(), num_blocks(max_tokens));
+    }
+    MEGA_MOE_LAW std::int64_t largest_pool() const { return max_rows() + num_local * (kPadRows - 1); }
+    // A block is never split, so it must fit, or everything must.
+    MEGA_MOE_LAW std::int64_t smallest_pool() const {
+        const std::int64_t tokens = max_tokens < kBlockTokens ? max_tokens : kBlockTokens;
+        return tokens * num_ranks * top_k + num_local * (kPadRows - 1);
+    }
+};
+
+enum WorkspacePart {
+    kSync,          // uint64: the words of SyncWord; zero at first
+    kGroupCounts,   // uint32 [2][kMaxGroups][columns]: sums of CTAs of a group, launch n in bank n % 2; zero at first
+    kCtaCounts,     // uint32 [kMaxCtas][columns]
+    kBlockCounts,   // uint32 [max_blocks][columns]: counts of a block's CTA before the block; empty for one chunk
+    kChunkTable,    // int32 [max_chunks][kChunkWords]
+    kExpertRows,    // int32 [max_chunks][num_local]: rows of the expert in the chunk
+    kExpertSlots,   // int32 [max_chunks][num_local]: its first slot
+    kPullStarts,    // int32 [max_chunks][num_local]: its first entry of pull_list, as first local expert
+    kPushStarts,    // int32 [max_chunks][num_local]: its first entry of push_list, as last local expert
+    kSlots,         // uint64 [max_slots]: low word encode_source, high word the routing weight (fp32)
+    kSlotList,      // uint32 [max_rows]: slots of resident tokens, tokens in canonical order, slots ascending
+    kPullList,      // uint64 [max_residents]: encode_resident, by (chunk, first local expert, token, rank)
+    kPushList,      // uint64 [max_residents]: the same by last local expert
+    kWorkspaceParts
+};
+
+enum SyncWord {
+    kRecordEpochWord,  // launch of the last record
+    kBadIdEpochWord,   // last launch of this rank with a bad id
+    kBarrierWord = 16, // CTAs that arrived in launch n, at word kBarrierWord + n % 2 * kBarrierStride
+};
+inline constexpr int kBarrierStride = 16;  // words: a cache line, since one is zeroed while the other is polled
+inline constexpr int kSyncWordCount = kBarrierWord + 2 * kBarrierStride;
+
+enum ChunkWord {
+    kChunkFirstToken,
+    kChunkEndToken,
+    kChunkFirstSlot,
+    kChunkSlots,  // padded rows
+    kChunkRows,
+    kChunkFirstResident,  // in pull_list and push_list
+    kChunkResidents,
+    kChunkWords = 8
+};
+
+constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
+    const std::int64_t columns = num_columns(static_cast<int>(s.num_local));
+    const std::int64_t blocks = num_blocks(s.max_tokens);
+    const std::int64_t chunks = s.chunks();
+    const std::int64_t table = chunks * s.num_local * 4;
+    LayoutBuilder<kWorkspaceParts> builder(s.canaries);
+    builder.add("sync", kSyncWordCount * 8);
+    builder.add("group_counts", 2 * kMaxGroups * columns * 4);
+    builder.add("cta_counts", kMaxCtas * columns * 4);
+    builder.add("block_counts", chunks > 1 ? blocks * columns * 4 : 0);
+    builder.add("chunk_table", chunks * kChunkWords * 4);
+    builder.add("expert_rows", table);
+    builder.add("expert_slots", table);
+    builder.add("pull_starts", table);
+    builder.add("push_starts", table);
+    builder.add("slots", chunk_first_slot(s.max_rows(), chunks, s.num_local) * 8);
+    builder.add("slot_list", s.max_rows() * 4);
+    builder.add("pull_list", s.max_tokens * s.num_ranks * 8);
+    builder.add("push_list", s.max_tokens * s.num_ranks * 8);
+    return builder.finish();
+}
+
+// What a launch reports, int32: the words below, tokens of each rank, then all columns of the counts.
+enum SummaryWord {
+    kSummaryStatus,  // 0, or the Kind of a fault; then every other word is -1, unless the fault is a bad id
+    kSummaryChunks,
+    kSummaryWords
+};
+
+MEGA_MOE_LAW std::int64_t summary_length(std::int64_t num_local, std::int64_t num_ranks) {
+    return kSummaryWords + num_ranks + num_columns(static_cast<int>(num_local));
+}
+
+}  // namespace mega_moe::layout
