@@ -310,7 +310,7 @@ def test_the_second_implementation_quantises_as_the_first() -> None:
 @pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
 def test_a_routing_weight_below_any_scale_gives_zero(precision: str) -> None:
     problem = random_problem(24, 256, 128, 4, 2)
-    problem.topk_weights[5] = 1e-43  # what a softmax leaves of a hopeless expert
+    problem.topk_weights[5] = 2e-44  # what a softmax leaves of a hopeless expert
     with make_buffer(problem, precision=precision) as buffer:
         got = results(problem, buffer)
     assert torch.count_nonzero(got.y[5]) == torch.count_nonzero(got.dx[5]) == 0
