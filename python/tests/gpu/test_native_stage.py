@@ -303,13 +303,10 @@ def test_arguments_on_two_devices_are_refused(cuda_device: torch.device, ops: An
 
 
 @pytest.mark.multi_gpu
-def test_device_that_is_not_current(cuda_device: torch.device, ops: Any) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    other = torch.device("cuda", 1 - torch.cuda.current_device())
-    before = torch.cuda.current_device()
-    run(make_case(other, 129, 640, 8, quantise=True), ops, other)
-    assert torch.cuda.current_device() == before
+def test_device_that_is_not_current(cuda_devices: list[torch.device], ops: Any) -> None:
+    with torch.cuda.device(cuda_devices[0]):
+        run(make_case(cuda_devices[1], 129, 640, 8, quantise=True), ops, cuda_devices[1])
+        assert torch.cuda.current_device() == cuda_devices[0].index
 
 
 def test_clock_probe(cuda_device: torch.device, ops: Any) -> None:
