@@ -41,7 +41,7 @@ class Config:
 
     # Run.
     steps: int = 500
-    minutes: float = 4.5  # time box of this invocation's training; 0 is none
+    minutes: float = 5.0  # time box of this invocation's training; 0 is none
     learning_rate: float = 3e-3
     warmup_steps: int = 30
     decay_share: float = 0.5  # last part of the run, in which the learning rate falls to zero
