@@ -192,6 +192,7 @@ def test_train_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--set", "num_experts=7.5"], "set: num_experts: '7.5' is not"),
         (["--set", "top_k=9"], "top_k is 9, must be at most num_experts = 8"),
         (["--steps", "0"], "steps is 0, must be positive"),
+        (["--ep-size", "0"], "ep_size is 0, must divide the number of ranks 1"),
         (["--ep-size", "2"], "ep_size is 2, must divide the number of ranks 1"),
     ],
 )
