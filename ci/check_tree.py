@@ -2,8 +2,8 @@
 
     python ci/check_tree.py [ROOT]
 
-Reads every file but those in folders that .gitignore names, prints one line per fault and exits 1 when there is any. Needs
-the standard library alone.
+Reads every file but those in folders that .gitignore names, prints one line per fault and exits 1 when there is any.
+Needs the standard library alone.
 """
 
 from __future__ import annotations
