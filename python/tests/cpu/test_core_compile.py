@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 from torch import Tensor
+from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import mega_moe
 from mega_moe import MoEBuffer
@@ -108,7 +109,7 @@ def test_opcheck_can_fail(problem: Problem, buffer: MoEBuffer) -> None:
         library.define("run(Tensor x) -> Tensor")
         library.impl("run", lambda x: x.float(), "CompositeExplicitAutograd")
         torch.library.register_fake("mega_moe_test::run", torch.empty_like, lib=library)
-        with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError):
+        with pytest.raises(OpCheckError):
             torch.library.opcheck(torch.ops.mega_moe_test.run.default, (problem.x,))
 
 
