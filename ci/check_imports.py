@@ -3,8 +3,8 @@
     python ci/check_imports.py [ROOT]
 
 Two kinds of rule over ROOT/python/mega_moe: the import contracts of ROOT/pyproject.toml (import-linter), and calls
-that no import shows: only `_ops/library.py` loads the compiled library, only `_base/env.py` reads the package's
-environment variables. Prints one line per fault and exits 1 when there is any.
+that no import shows: only `_ops/library.py` loads the compiled library, only `_backends/facts.py` asks the driver,
+only `_base/env.py` reads the package's environment variables. Prints one line per fault and exits 1 when there is any.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path("python/mega_moe")
-LIBRARY_DOOR = PACKAGE / "_ops/library.py"
+# What loads a shared library, and the one file that may: the compiled library, and the driver that facts ask.
+LIBRARY_DOORS = {"load_library": PACKAGE / "_ops/library.py", "CDLL": PACKAGE / "_backends/facts.py"}
 ENVIRONMENT_DOOR = PACKAGE / "_base/env.py"
 
 
 def side_doors(source: str) -> Iterator[tuple[int, Path, str]]:
     """(line, the one file that may do it, what is done) of each reserved act in SOURCE."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute | ast.Name) and _name(node) in {"load_library", "CDLL"}:
-            yield node.lineno, LIBRARY_DOOR, f"loads a library ({_name(node)})"
+        if isinstance(node, ast.Attribute | ast.Name) and _name(node) in LIBRARY_DOORS:
+            yield node.lineno, LIBRARY_DOORS[_name(node)], f"loads a library ({_name(node)})"
         if isinstance(node, ast.Call | ast.Subscript | ast.Compare):
             text = ast.unparse(node)
             if "environ" in text or "getenv" in text:

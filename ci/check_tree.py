@@ -2,14 +2,14 @@
 
     python ci/check_tree.py [ROOT]
 
-Reads every tracked file (or, outside a git checkout, every file that .gitignore does not name), prints one line
-per fault and exits 1 when there is any. Needs the standard library alone.
+Reads every file but those in folders that .gitignore names, prints one line per fault and exits 1 when there is any.
+Needs the standard library alone.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -36,23 +36,18 @@ FAULTS = {
 
 
 def files_of(root: Path) -> list[Path]:
-    """Tracked files; outside git, all files except those under a folder that .gitignore names."""
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        check=False,
-    )
-    if listed.returncode == 0:
-        paths = [root / name for name in listed.stdout.decode().split("\0") if name]
-        return sorted(path for path in paths if path.is_file())
-    ignored = {line.strip().rstrip("/") for line in _lines(root / ".gitignore")} | {".git"}
-    return sorted(
-        path for path in root.rglob("*") if path.is_file() and not ignored & set(path.relative_to(root).parts)
-    )
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    """All files but those under a folder that .gitignore names, by its own name or by its path."""
+    rules = root / ".gitignore"
+    lines = rules.read_text().splitlines() if rules.is_file() else []
+    ignored = {".git", *(line.strip().rstrip("/") for line in lines)}
+    files = []
+    for folder, below, names in os.walk(root):
+        here = Path(folder)
+        below[:] = [
+            name for name in below if not {name, (here / name).relative_to(root).as_posix()} & ignored
+        ]
+        files += [here / name for name in names]
+    return sorted(files)
 
 
 def check_file(path: Path, name: str) -> list[str]:

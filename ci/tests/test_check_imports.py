@@ -30,7 +30,8 @@ PLANTED_IMPORTS = [
 
 PLANTED_DOORS = [
     ("nn.py", 'torch.ops.load_library("x.so")', "loads a library"),
-    ("_backends/facts.py", 'ctypes.CDLL("libcuda.so.1")', "loads a library"),
+    ("_backends/facts.py", 'torch.ops.load_library("x.so")', "loads a library"),
+    ("_backends/plan.py", 'ctypes.CDLL("libcuda.so.1")', "loads a library"),
     ("buffer.py", 'flag = os.environ.get("MEGA_MOE_STRICT")', "touches MEGA_MOE_STRICT"),
     ("demo/config.py", 'flag = os.environ["MEGA_MOE_BACKEND"]', "touches MEGA_MOE_BACKEND"),
     ("api.py", 'flag = os.getenv("MEGA_MOE_DEBUG", "")', "touches MEGA_MOE_DEBUG"),
@@ -83,5 +84,6 @@ def test_planted_side_door_is_refused(module: str, line: str, fault: str, tree: 
 
 def test_the_doors_themselves_are_open(tree: Path) -> None:
     append(tree / "python/mega_moe/_ops/library.py", 'torch.ops.load_library("x.so")')
+    append(tree / "python/mega_moe/_backends/facts.py", 'ctypes.CDLL("libcuda.so.1")')
     append(tree / "python/mega_moe/_base/env.py", 'os.environ.get("MEGA_MOE_NEW")')
     assert check_imports.check_side_doors(tree) == []

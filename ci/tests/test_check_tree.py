@@ -58,7 +58,11 @@ def test_length_is_bounded(tmp_path: Path) -> None:
 
 def test_ignored_folders_are_not_read_and_an_empty_tree_is_no_pass(tmp_path: Path) -> None:
     assert check_tree.main([str(tmp_path)]) == 1
-    (tmp_path / ".gitignore").write_text("build/\n")
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "a.py").write_text("TO" + "DO\n")
+    (tmp_path / ".gitignore").write_text("build/\ndeep/inside/\n")
+    for folder in ("build", "deep/build", "deep/inside"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text("TO" + "DO\n")
     assert check_tree.main([str(tmp_path)]) == 0
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "a.py").write_text("TO" + "DO\n")
+    assert check_tree.main([str(tmp_path)]) == 1

@@ -209,7 +209,7 @@ def test_a_plain_library_passes(tmp_path: Path) -> None:
         (
             f'const char* volatile path;{USE}{{ path = "/{"home"}/someone/a.cpp"; }}',
             (),
-            "holds the path /home/someone/a.cpp",
+            f"holds the path /{'home'}/someone/a.cpp",
         ),
     ],
 )

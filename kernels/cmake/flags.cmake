@@ -22,4 +22,4 @@ target_compile_options(mega_moe_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${hos
 
 list(JOIN host_options "," joined_host_options)
 target_compile_options(mega_moe_flags INTERFACE
-  "$<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-Xptxas=-v,-warn-spills,-warn-lmem-usage;-Xcompiler=-Wall,-Wextra,-Werror,${joined_host_options}>")
+  "$<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-Xptxas=-v;-Xcompiler=-Wall,-Wextra,-Werror,${joined_host_options}>")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from importlib import metadata
@@ -201,7 +202,9 @@ def _nvidia_smi(*arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return re.sub(
+        r"\x1b\[[0-9;]*m", "", done.stdout
+    ).strip()  # the topology's heading is underlined for a screen
 
 
 def _dotted(pair: tuple[int, int] | None) -> str | None:

@@ -3,10 +3,11 @@
 
 namespace mega_moe::device::ptx {
 
-// 16 bytes of memory that no one writes during the launch. Skips L1, where a stream would only evict.
+// 16 bytes of memory that no one writes during the launch. Without a hint to L1: no_allocate was measured to
+// cost 3 to 8 % of the rate of a stream on an H200.
 __device__ __forceinline__ uint4 load_stream(const void* address) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(address));
     return v;

@@ -1,6 +1,6 @@
 """Blockwise e4m3 quantisation, bit for bit as the kernels do it.
 
-scale = amax / 448 in fp32 (448 is the largest e4m3 number), 1 for an all-zero block; code = e4m3(value / scale), a true
+scale = amax / 448 in fp32 (448 is the largest e4m3 number), 1 where that is zero; code = e4m3(value / scale), a true
 fp32 division, rounded to nearest even. No other floor: a scale may be denormal. NaN and Inf make their own block NaN.
 """
 
@@ -23,7 +23,8 @@ def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
 def _scale(amax: Tensor) -> Tensor:
     # A divisor tensor: torch turns division by a Python number into a multiplication by its reciprocal.
     scale = amax / torch.full_like(amax, E4M3_MAX)
-    return torch.where(amax == 0, torch.ones_like(scale), scale)
+    # Also of a block so small that fp32 holds no scale for it (amax below 3.2e-43): 0 / 0 would make it NaN.
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def quantize_rows(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,6 @@ import torch
 
 from mega_moe._base.errors import LibraryError
 
-if sys.version_info >= (3, 11):
-    import tomllib as _toml
-else:
-    import tomli as _toml
-
 _FOLDER = Path(__file__).resolve().parent.parent / "_lib"
 TORCH_FLOOR = (2, 10)
 
@@ -79,4 +74,9 @@ def variants() -> tuple[dict[str, Any], ...]:
     path = _FOLDER / "variants.toml"
     if not path.is_file():
         return ()
+    # Here, since its regular expressions cost the import of the package a tenth of its time.
+    if sys.version_info >= (3, 11):
+        import tomllib as _toml
+    else:
+        import tomli as _toml
     return tuple(_toml.loads(path.read_text())["variant"])

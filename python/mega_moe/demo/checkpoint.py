@@ -59,7 +59,7 @@ def save(folder: Path, step: int, state: dict[str, Tensor], run: dict[str, Any],
         )  # what an interrupted run left, or the same step of an earlier one
         path.mkdir(parents=True)
     _barrier(ranks)
-    with _no_warning_of_one_process():
+    with _quiet():
         dcp_save(state, checkpoint_id=path, no_dist=ranks.world is None)
     if ranks.rank == 0:
         unfinished = path / "run.json.tmp"
@@ -81,7 +81,7 @@ def newest(folder: Path) -> Path:
 
 def load(path: Path, state: dict[str, Tensor], ranks: Ranks) -> None:
     """Read the tensors of a checkpoint into `state`, in place, whatever number of ranks wrote it."""
-    with _no_warning_of_one_process():
+    with _quiet():
         dcp_load(state, checkpoint_id=path, no_dist=ranks.world is None)
 
 
@@ -96,10 +96,13 @@ def _complete(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _no_warning_of_one_process() -> Iterator[None]:
-    # torch.distributed.checkpoint warns at each call without a process group, although no_dist says so already.
+def _quiet() -> Iterator[None]:
+    """Without two warnings that torch.distributed.checkpoint gives whatever the caller does."""
     with warnings.catch_warnings():
+        # Without a process group, although no_dist says so already.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        # torch 2.10 asks tensors for their typed storage there.
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
         yield
 
 

@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mega_moe._backends.decide import BACKENDS
-from mega_moe._base.errors import MegaMoEError
+from mega_moe._base.errors import FallbackWarning, MegaMoEError
 from mega_moe._base.types import PRECISIONS
 from mega_moe.demo.config import Config
 
@@ -25,31 +26,20 @@ def parser() -> argparse.ArgumentParser:
         "Under torchrun the experts are spread over the ranks and the rest is sharded with FSDP2.",
     )
     add = made.add_argument
-    add("--steps", type=int, default=defaults.steps, help="length of the whole run (default: %(default)s)")
+    default = " (default: %(default)s)"
+    add("--steps", type=int, default=defaults.steps, help="length of the whole run" + default)
     add(
         "--minutes",
         type=float,
         default=defaults.minutes,
-        help="time box of training, at whose end the learning rate is zero; 0: none (default: %(default)s)",
+        help="time box of training, at whose end the learning rate is zero; 0: none" + default,
     )
-    add("--seed", type=int, default=defaults.seed, help="of weights and batches (default: %(default)s)")
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        default="bf16",
-        help="of the experts' products (default: %(default)s)",
-    )
-    add(
-        "--backend", choices=("auto", *BACKENDS), default="auto", help="of the experts (default: %(default)s)"
-    )
+    add("--seed", type=int, default=defaults.seed, help="of weights and batches" + default)
+    add("--precision", choices=PRECISIONS, default="bf16", help="of the experts' products" + default)
+    add("--backend", choices=("auto", *BACKENDS), default="auto", help="of the experts" + default)
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     add("--ep-size", type=int, help="ranks that share the experts (default: all ranks of a host)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("demo-run"),
-        help="folder of what the run writes (default: %(default)s)",
-    )
+    add("--out", type=Path, default=Path("demo-run"), help="folder of what the run writes" + default)
     add("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     add(
         "--set",
@@ -58,11 +48,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="any other field of mega_moe.demo.config.Config, such as hidden=512; may be repeated",
     )
-    add(
-        "--json",
-        action="store_true",
-        help="print the report (without the curves) as one JSON object at the end",
-    )
+    add("--json", action="store_true", help="print the report, without the curves, as one JSON object")
     return made
 
 
@@ -75,15 +61,18 @@ def main(argv: list[str]) -> int:
         return _fail(f"{error.name} is missing: pip install 'mega-moe[demo]'", 2)
     try:
         config = replace(Config(), **_fields(words))
-        report = train(
-            config,
-            words.out,
-            backend=words.backend,
-            precision=words.precision,
-            device=words.device,
-            ep_size=words.ep_size,
-            resume=words.resume,
-        )
+        with warnings.catch_warnings():
+            # The job itself says which backend it uses and why.
+            warnings.simplefilter("ignore", FallbackWarning)
+            report = train(
+                config,
+                words.out,
+                backend=words.backend,
+                precision=words.precision,
+                device=words.device,
+                ep_size=words.ep_size,
+                resume=words.resume,
+            )
     except ValueError as error:
         return _fail(str(error), 2)
     except (MegaMoEError, FloatingPointError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 _MAY_BE_ZERO = frozenset({"seed", "balance_coefficient", "minutes"})
 
-# Fields that a resumed run may set anew: they change how long it runs and what it tells, not what it computes.
+# Fields that a resumed run may set anew: how long it runs and what it tells. The rest makes it the run that it is.
 RESUMABLE = frozenset({"steps", "minutes", "eval_sequences", "log_every", "eval_every", "checkpoint_every"})
 
 
@@ -41,7 +41,7 @@ class Config:
 
     # Run.
     steps: int = 500
-    minutes: float = 4.5  # time box of this invocation's training; 0 is none
+    minutes: float = 5.0  # time box of this invocation's training; 0 is none
     learning_rate: float = 3e-3
     warmup_steps: int = 30
     decay_share: float = 0.5  # last part of the run, in which the learning rate falls to zero

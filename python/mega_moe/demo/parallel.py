@@ -91,13 +91,13 @@ def connect(device: str | None = None, ep_size: int | None = None) -> Ranks:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch sees no CUDA device; `mega-moe doctor` says more")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    ep_size = ep_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if world_size % ep_size:
+    if ep_size is None:
+        ep_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if ep_size < 1 or world_size % ep_size:
         raise ValueError(f"ep_size is {ep_size}, must divide the number of ranks {world_size}")
-    place = (
-        torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-    )
+    place = torch.device(kind)
     if kind == "cuda":
+        place = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)
     if world_size == 1:
         return Ranks(place)
@@ -120,9 +120,8 @@ def shard(model: LanguageModel, ranks: Ranks) -> None:
     if ranks.grid is None or ranks.world is None:
         return
     data = ranks.grid["data"]
-    whole: set[nn.Parameter] = (
-        set()
-    )  # plain tensors that FSDP2 must leave alone: nobody else holds these experts
+    # Plain tensors that FSDP2 must leave alone, because nobody else holds these experts.
+    whole: set[nn.Parameter] = set()
     for block in model.layers():
         if data.size() == 1:
             whole.update(block.experts.parameters())

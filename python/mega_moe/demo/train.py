@@ -66,8 +66,9 @@ class _Run:
             total=self.config.steps,
             initial=self.first_step,
             unit="step",
-            disable=self.ranks.rank != 0,
             file=sys.stderr,
+            mininterval=1.0,  # a log file keeps every refresh
+            disable=self.ranks.rank != 0,
         )
 
     def finish(self) -> dict[str, Any]:

@@ -55,9 +55,7 @@ class Trainer:
             intermediate=config.intermediate,
             precision=precision,
             backend=backend,
-            dtype=torch.bfloat16
-            if ranks.device.type == "cuda"
-            else torch.float32,  # what autocast makes of it
+            dtype=self._dtype(),
             device=ranks.device,
         )
         num_local_experts = config.num_experts // ranks.ep_size
@@ -148,11 +146,13 @@ class Trainer:
     def _state(self) -> dict[str, Tensor]:
         return checkpoint.tensors(self.parameters, self.optimizer, self.ranks)
 
+    def _dtype(self) -> torch.dtype:
+        """Of the products. CUDA: bf16, over fp32 master weights. CPU: fp32, which is faster there."""
+        return torch.bfloat16 if self.ranks.device.type == "cuda" else torch.float32
+
     def _autocast(self) -> torch.autocast:
-        # CUDA: bf16 products, fp32 master weights. CPU: fp32, where bf16 is slower than it.
-        return torch.autocast(
-            self.ranks.device.type, torch.bfloat16, enabled=self.ranks.device.type == "cuda"
-        )
+        dtype = self._dtype()
+        return torch.autocast(self.ranks.device.type, dtype, enabled=dtype != torch.float32)
 
     def _relative_change(self, before: Tensor, now: Tensor, num_items: int, first: int) -> float:
         """Smallest of `num_items` relative changes, of which this rank holds some from `first` on, whole or in part."""

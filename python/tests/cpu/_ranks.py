@@ -6,8 +6,10 @@ dead. Run as a script this file is one rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -61,7 +63,8 @@ class World:
         """``function(rank, *args)`` on every rank -> outcomes by rank, after at most about ``limit`` seconds."""
         if not self._ranks:
             self._start()
-        call = (str(Path(inspect.getfile(function)).resolve()), function.__qualname__, args)
+        path = str(Path(inspect.getfile(function)).resolve())
+        call = (function.__module__, path, function.__qualname__, pickle.dumps(args))
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # a dead rank shows when its answer is read
                 pipe.send(call)
@@ -145,6 +148,14 @@ class World:
         return Path(self._folder.name, f"rank{rank}.log")
 
 
+@functools.cache
+def shared_world(size: int) -> World:
+    """One world per size for all tests of this process; ended with it."""
+    world = World(size)
+    atexit.register(world.close)
+    return world
+
+
 def _serve(address: str, rank: int, size: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     pipe = Client(address, authkey=os.environ.pop(_KEY).encode())
@@ -153,8 +164,9 @@ def _serve(address: str, rank: int, size: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # As under pytest: a warning that nobody expects is an error.
+    # As under pytest: a warning that nobody expects is an error, unless torch warns itself of its own old parts.
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         pipe.send(store.port)
@@ -165,18 +177,19 @@ def _serve(address: str, rank: int, size: int) -> None:
     limit = datetime.timedelta(seconds=GROUP_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     while (call := pipe.recv()) is not None:
-        path, name, args = call
-        pipe.send_bytes(_outcome(lambda: getattr(_load(Path(path)), name)(rank, *args)))  # noqa: B023
+        pipe.send_bytes(_outcome(rank, *call))
     # Rank 0 holds the store: it leaves last, or the others' shutdown would find a closed socket.
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _outcome(call: Callable[[], Any]) -> bytes:
+def _outcome(rank: int, module: str, path: str, name: str, args: bytes) -> bytes:
     """Pickled fields of an `Outcome`: as a script this file's classes have another module's name than in the tests."""
     start = time.monotonic()
     try:
-        return pickle.dumps((call(), None, "", time.monotonic() - start))
+        function = getattr(_load(module, Path(path)), name)
+        value = function(rank, *pickle.loads(args))
+        return pickle.dumps((value, None, "", time.monotonic() - start))
     except BaseException as error:  # noqa: BLE001 -- every failure of a rank belongs to the test
         trace, seconds = traceback.format_exc(), time.monotonic() - start
         try:
@@ -187,14 +200,16 @@ def _outcome(call: Callable[[], Any]) -> bytes:
         return packed
 
 
-def _load(path: Path) -> ModuleType:
-    """The test file as a module of a package that is its folder, so that its relative imports work as under pytest."""
-    package = "rank_cases"
-    if package not in sys.modules:
-        spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
-        spec.submodule_search_locations = [str(path.parent)]
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-    return importlib.import_module(f"{package}.{path.stem}")
+def _load(module: str, path: Path) -> ModuleType:
+    """The test file under the name that pytest gave it: its relative imports work, and pickles mean the same there."""
+    package, folder = module.rpartition(".")[0], path.parent
+    while package:
+        if package not in sys.modules:
+            spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
+            spec.submodule_search_locations = [str(folder)]
+            sys.modules[package] = importlib.util.module_from_spec(spec)
+        package, folder = package.rpartition(".")[0], folder.parent
+    return importlib.import_module(module)
 
 
 if __name__ == "__main__":

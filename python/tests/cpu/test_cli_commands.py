@@ -138,6 +138,19 @@ def test_doctor_shows_a_missing_link(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "- n" in _doctor.render(found)
 
 
+def test_doctor_reads_what_nvidia_smi_prints_and_does_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '\\033[4mGPU0\\033[0m %s\\n' \"$1\"\n[ $1 = topo ]\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _doctor._nvidia_smi("topo", "-m") == "GPU0 topo"
+    assert _doctor._nvidia_smi("fails") is None
+    program.unlink()
+    assert _doctor._nvidia_smi("topo", "-m") is None
+
+
 def test_doctor_judges_unlike_gpus_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine_with(monkeypatch, gpu(0), gpu(1, compute_capability=(8, 9), device_name="L40"))
     assert [j["where"] for j in found["judgements"]] == ["cuda:0", "cuda:1", "all 2 GPUs as one group"]
@@ -192,6 +205,7 @@ def test_train_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--set", "num_experts=7.5"], "set: num_experts: '7.5' is not"),
         (["--set", "top_k=9"], "top_k is 9, must be at most num_experts = 8"),
         (["--steps", "0"], "steps is 0, must be positive"),
+        (["--ep-size", "0"], "ep_size is 0, must divide the number of ranks 1"),
         (["--ep-size", "2"], "ep_size is 2, must divide the number of ranks 1"),
     ],
 )

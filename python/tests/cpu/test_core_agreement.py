@@ -78,12 +78,12 @@ def test_versions_that_differ_are_named_with_both_values(name: str) -> None:
 
 
 def test_a_rank_without_the_library_is_not_of_the_same_build() -> None:
-    with pytest.raises(ValueError, match="kernels_sha256: .*rank 1: None"):
+    with pytest.raises(ValueError, match=r"kernels_sha256: .*rank 1: None"):
         agree(Told((SETTINGS, replace(FACTS, kernels_sha256=None), None)), SETTINGS, FACTS, None)
 
 
 def test_a_cpu_and_a_gpu_in_one_group_are_refused() -> None:
-    with pytest.raises(ValueError, match="device type: .*rank 0: 'cpu', rank 1: 'cuda'"):
+    with pytest.raises(ValueError, match=r"device type: .*rank 0: 'cpu', rank 1: 'cuda'"):
         agree(Told((SETTINGS, replace(FACTS, device="cuda:0"), None)), SETTINGS, FACTS, None)
 
 
@@ -95,7 +95,7 @@ def test_facts_that_may_differ(name: str) -> None:
 
 def test_my_own_error_comes_first_and_is_told() -> None:
     control = Told((None, None, "ValueError: theirs"))
-    with pytest.raises(TypeError, match="^mine$"):
+    with pytest.raises(TypeError, match=r"^mine$"):
         agree(control, SETTINGS, None, TypeError("mine"))
     ((settings, facts, why),) = control.said
     assert (settings, facts, why) == (None, None, "TypeError: mine")

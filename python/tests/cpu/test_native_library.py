@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,17 @@ def test_build_record(ops: Any) -> None:
     assert record["torch_target"] == "2.10"
     assert record["architectures"] == sorted({v["architecture"] for v in library.variants()})
     assert len(record["kernels_sha256"]) == 64
+
+
+def test_is_built_from_these_sources() -> None:
+    """A stale wheel would let the tests pass for code that is not here."""
+    script = Path(__file__).resolve().parents[3] / "kernels" / "hash_kernels.py"
+    if not script.exists():
+        pytest.skip("the sources of the kernels are not beside the tests")
+    digest = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert library.build_record()["kernels_sha256"] == digest
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,19 @@ def test_grouped_follows_reference_for_50_steps(tmp_path: Path, one_thread: None
     assert max(abs(a - b) for a, b in zip(*losses)) < 1e-3
 
 
+def test_bf16_autocast_keeps_fp32_weights_and_learns_alike(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(steps=20)
+    exact = run(config, tmp_path / "fp32")["history"]["loss"]
+    monkeypatch.setattr(Trainer, "_dtype", lambda self: torch.bfloat16)
+    rounded = run(config, tmp_path / "bf16")["history"]["loss"]
+    assert rounded != exact
+    # bf16 rounds to 4e-3; the losses are between 3 and 6.
+    assert max(abs(a - b) for a, b in zip(exact, rounded)) < 2e-2
+    assert {t.dtype for t in _tensors(tmp_path / "bf16", 20).values()} == {torch.float32}
+
+
 def test_seed_changes_the_run(tmp_path: Path, one_thread: None) -> None:
     losses = [run(small(steps=2, seed=seed), tmp_path / str(seed))["history"]["loss"] for seed in (0, 1)]
     assert losses[0][1] != losses[1][1]
@@ -77,18 +90,18 @@ def test_resume_continues_bit_for_bit(tmp_path: Path, one_thread: None) -> None:
     assert resumed["history"]["gradient_norm"] == straight["history"]["gradient_norm"]
     assert resumed["held_out_loss"] == straight["held_out_loss"]
     assert resumed["weights_moved"] == straight["weights_moved"]  # from the same initial weights
-    tensors = [_tensors(tmp_path / name) for name in ("straight", "resumed")]
+    tensors = [_tensors(tmp_path / name, 12) for name in ("straight", "resumed")]
     assert len(tensors[0]) == 4 * 25  # weight, two moments and step count of each parameter
     for name, tensor in tensors[0].items():
         assert torch.equal(tensor, tensors[1][name]), name
 
 
-def _tensors(out: Path) -> dict[str, torch.Tensor]:
-    """All state at step 12, read through a trainer that started with other weights."""
+def _tensors(out: Path, step: int) -> dict[str, torch.Tensor]:
+    """All state at a step, read through a trainer that started with other weights."""
     config = small(seed=1)
     with_other = Trainer(config, load_corpus(config), HERE, backend="grouped")
     with with_other.buffer:
-        with_other.load(out / "checkpoints/step-000012")
+        with_other.load(out / f"checkpoints/step-{step:06d}")
         return checkpoint.tensors(with_other.parameters, with_other.optimizer, HERE)
 
 

@@ -1,0 +1,50 @@
+"""test_wheel.sh refuses wrong calls, and a suite that this machine cannot run fails instead of skipping."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    # The script takes the python3 of PATH: here, the one that runs this test.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", ROOT / "ci" / "test_wheel.sh", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PATH": path},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no suite, want cpu, gpu or multi-gpu"),
+        (("tpu",), "suite is 'tpu', must be cpu, gpu or multi-gpu"),
+        (("cpu", "gone.whl"), "gone.whl: no such file"),
+    ],
+)
+def test_refuses(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert f"test_wheel: {message}" in result.stderr
+
+
+def test_gpu_suite_fails_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    wheels = list((ROOT / "dist").glob("*.whl"))
+    if len(wheels) != 1:
+        pytest.skip(f"dist/ holds {len(wheels)} wheels, this needs the one that `nox -s wheel` builds")
+    result = run("gpu", wheels[0], "-k", "test_clock_probe", "-p", "no:cacheprovider")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "MEGA_MOE_REQUIRE_GPU=1: needs 1 CUDA device(s)" in result.stdout
