@@ -16,8 +16,9 @@ namespace {
 // Rounding to bf16 alone gives 1.65e-3 to 1.75e-3; one wrong element in a hundred thousand gives as much
 // again.
 constexpr double kMaxError = 2.5e-3;
-// The accumulator of e4m3 loses bits over a long contraction when sums stay in it.
-constexpr double kMaxErrorUnpromoted = 5e-3;
+// The tensor core adds e4m3 products with about 14 bits, which a contraction of thousands shows when sums
+// stay in it.
+constexpr double kMaxErrorUnpromoted = 1e-2;
 
 // FLOP per clock of one SM of compute capability 9.0.
 constexpr double kBf16FlopsPerClock = 4096;

@@ -48,6 +48,9 @@ struct Device {
                                    static_cast<uint32_t>(index));
         check(cudaDeviceSynchronize(), "write_words");
     }
+    ~Device() { static_cast<void>(cudaStreamDestroy(stream)); }
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
 
     int index;
     DeviceArray<uint8_t> source;

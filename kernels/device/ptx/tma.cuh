@@ -5,10 +5,6 @@
 // Coordinates are in elements, innermost first.
 namespace mega_moe::device::ptx {
 
-__device__ __forceinline__ void tma_prefetch_map(const void* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // The bytes count towards `barrier`.
 __device__ __forceinline__ void tma_load(uint32_t shared, const void* map, uint32_t barrier, int c0, int c1) {
     asm volatile(

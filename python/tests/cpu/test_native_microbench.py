@@ -212,6 +212,22 @@ def test_output_that_is_no_json_is_a_failure(run, tmp_path):
     assert "not JSON: Segmentation fault" in group["reason"]
 
 
+def test_the_command_writes_one_file_and_ends_with_what_the_checks_say(run, tmp_path, monkeypatch, capsys):
+    flag = {"kind": "row", "variant": "two SMs", "blocks": 2, "cluster": 1} | TIMES
+    body = f"ok = sys.argv[1] == 'flags'\nfor line in {[flag]!r}: print(json.dumps(line))\n"
+    body += f"print(json.dumps({OK_CHECK!r} | dict(ok=ok)))\nsys.exit(not ok)"
+    monkeypatch.setattr(run, "build", lambda folder, jobs: program(tmp_path, body))
+    monkeypatch.setattr(run, "inspect", lambda folder: {"status": "ok"})
+    out = tmp_path / "results" / "microbench.json"
+    assert run.main(["--groups", "flags", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["groups"]["flags"]["rows"] == [flag]
+    assert set(result["sources"]) == {"kernels_sha256", "bench_sha256"}
+    assert "two SMs" in capsys.readouterr().out
+    assert run.main(["--groups", "flags,launch", "--out", str(out)]) == 1
+    assert json.loads(out.read_text())["groups"]["launch"]["status"] == "failed"
+
+
 def test_an_unknown_group_is_refused(run, capsys):
     with pytest.raises(SystemExit):
         run.parse(["--groups", "tiles,speed"])
