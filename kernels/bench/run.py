@@ -73,20 +73,28 @@ def build(folder: Path, jobs: int) -> Path:
 
 
 def inspect(folder: Path) -> Json:
-    """Judges the machine code of the products; says why not where cuobjdump is missing."""
+    """Judges what ptxas said of the products and, where cuobjdump is at hand, their machine code."""
+    table = BENCH / "variants.toml"
+    ptxas = subprocess.run(
+        [sys.executable, ROOT / "ci/check_ptxas.py", table, folder / "ptxas"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    wrong = ptxas.stderr.splitlines()
+    variants = load_variants(table)
     cuobjdump = tool("cuobjdump")
-    if cuobjdump is None:
-        return {"status": "skipped", "reason": "no cuobjdump on PATH"}
-    variants = load_variants(BENCH / "variants.toml")
-    with tempfile.TemporaryDirectory() as scratch:
-        for variant in variants:
-            (compiled,) = folder.rglob(f"{variant['name']}.cu.o")
-            with (Path(scratch) / f"{variant['name']}.sass").open("w") as sass:
-                subprocess.run([cuobjdump, "-sass", compiled], stdout=sass, check=True)
-        wrong = check_sass(variants, Path(scratch))
-    if wrong:
-        return {"status": "failed", "reason": "; ".join(wrong)}
-    return {"status": "ok", "variants": len(variants)}
+    if cuobjdump:
+        with tempfile.TemporaryDirectory() as scratch:
+            for variant in variants:
+                (compiled,) = folder.rglob(f"{variant['name']}.cu.o")
+                with (Path(scratch) / f"{variant['name']}.sass").open("w") as sass:
+                    subprocess.run([cuobjdump, "-sass", compiled], stdout=sass, check=True)
+            wrong += check_sass(variants, Path(scratch))
+    judged: Json = {"status": "failed" if wrong or ptxas.returncode else "ok", "variants": len(variants)}
+    judged["sass"] = "looked at" if cuobjdump else "skipped: no cuobjdump on PATH"
+    return judged | ({"reason": "; ".join(wrong)} if wrong else {})
 
 
 def describe(line: Json) -> str:
