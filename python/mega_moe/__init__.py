@@ -11,7 +11,7 @@ from mega_moe._base.errors import (
     PeerError,
     RankTimeoutError,
 )
-from mega_moe.api import explain, moe
+from mega_moe.api import explain, moe, route
 from mega_moe.buffer import MoEBuffer
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "explain",
     "moe",
     "nn",
+    "route",
 ]
 
 

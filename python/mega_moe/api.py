@@ -10,6 +10,7 @@ from mega_moe._backends.decide import check_name
 from mega_moe._backends.facts import as_device, collect, default_device
 from mega_moe._backends.plan import Explanation
 from mega_moe._backends.request import Request
+from mega_moe._backends.router import Routing
 from mega_moe._ops import layer as _layer  # registers the operators
 from mega_moe.buffer import MoEBuffer
 
@@ -61,6 +62,33 @@ def moe(
     clamp = None if activation_clamp is None else float(activation_clamp)
     token = torch.ops.mega_moe.save(*inputs, *into, buffer.handle, clamp)
     return torch.ops.mega_moe.run(token, *inputs, buffer.handle, clamp)  # type: ignore[no-any-return]
+
+
+def route(topk_idx: Tensor, topk_weights: Tensor | None = None, *, buffer: MoEBuffer) -> Routing:
+    """Load statistics of a routing, before or without the layer itself. Collective; never waits for the device.
+
+    Args:
+        topk_idx: global expert ids ``[T, K]``, int32 or int64; -1 masks a slot. T may be 0 and may differ between ranks.
+        topk_weights: routing weights ``[T, K]``, fp32 or bf16; only kept with the tables, no statistic depends on them.
+        buffer: its ``router`` says whether a kernel or plain operators serve the call.
+
+    Returns:
+        Routing: int32 tensors on the buffer's device, of this rank's experts over the tokens of all ranks.
+
+    Raises:
+        ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError in
+            their next call or in ``buffer.check()``. An expert id out of range raises ValueError there too, or in this
+            call where plain operators route or MEGA_MOE_DEBUG=1.
+        RankTimeoutError: a rank did not come to a past call in time; the buffer is lost.
+    """
+    if not isinstance(buffer, MoEBuffer):
+        raise TypeError(f"buffer: got {type(buffer).__name__}, want MoEBuffer")
+    try:
+        _check_routing(topk_idx, topk_weights, buffer)
+    except (ValueError, TypeError) as error:
+        buffer.refuse_routing(error, len(topk_idx) if isinstance(topk_idx, Tensor) and topk_idx.dim() else 0)
+        raise
+    return buffer.route(topk_idx, topk_weights)
 
 
 def explain(
@@ -148,6 +176,18 @@ def _check(
             _shape(f"grad_buffers{name}", grad, tuple(weight.shape))
             if grad.requires_grad:
                 raise ValueError(f"grad_buffers{name}: requires grad, want a plain buffer")
+
+
+def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, buffer: MoEBuffer) -> None:
+    _tensor("topk_idx", topk_idx, buffer, (torch.int32, torch.int64))
+    _shape("topk_idx", topk_idx, (None, buffer.top_k))
+    if topk_weights is not None:
+        _tensor("topk_weights", topk_weights, buffer, (torch.float32, torch.bfloat16))
+        _shape("topk_weights", topk_weights, tuple(topk_idx.shape))
+    if len(topk_idx) > buffer.max_tokens_per_rank:
+        raise ValueError(
+            f"topk_idx: got {len(topk_idx)} tokens, the buffer was built for {buffer.max_tokens_per_rank} per rank"
+        )
 
 
 def _tensor(name: str, value: Tensor, buffer: MoEBuffer, dtypes: tuple[torch.dtype, ...]) -> None:

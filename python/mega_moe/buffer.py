@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch import Tensor
 
 from mega_moe._backends import plan
 from mega_moe._backends.agreement import agree
@@ -13,6 +14,7 @@ from mega_moe._backends.control import Control, GroupControl, LocalControl, chec
 from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
 from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.request import Request
+from mega_moe._backends.router import Routing
 from mega_moe._base.errors import MegaMoEError
 from mega_moe._ops import registry
 
@@ -42,6 +44,7 @@ class MoEBuffer:
         device: where x lives; default: the current GPU if the group can serve it, else the CPU.
         num_reserved_sms: SMs that the fused kernels leave to others (NCCL on another stream).
         arrival_timeout: seconds to wait for a rank that has not come to a call; default: the group's time-out.
+        progress_timeout: seconds that a kernel waits for anything else, once all ranks have come to the call.
         strict: True forbids falling back from the fused backend; default: MEGA_MOE_STRICT.
 
     Raises:
@@ -66,6 +69,7 @@ class MoEBuffer:
         device: torch.device | str | None = None,
         num_reserved_sms: int = 0,
         arrival_timeout: float | None = None,
+        progress_timeout: float = 60.0,
         strict: bool | None = None,
     ) -> None:
         settings = {
@@ -82,7 +86,8 @@ class MoEBuffer:
         error: Exception | None = None
         limit: float | None = None
         try:
-            limit = check_timeout(arrival_timeout)
+            limit = check_timeout("arrival_timeout", arrival_timeout)
+            check_timeout("progress_timeout", progress_timeout)
         except (ValueError, TypeError) as failed:
             error = failed
         self._control: Control = LocalControl() if group is None else GroupControl(group, limit)
@@ -93,6 +98,7 @@ class MoEBuffer:
                 settings["backend"] = named or "auto"
                 settings["strict"] = plan.wanted_strict(strict)
                 settings["arrival_timeout"] = self._control.timeout
+                settings["progress_timeout"] = progress_timeout
                 group_backend = None if group is None else _group_backend(group)
                 where = default_device(group_backend) if device is None else as_device(device)
                 facts = collect(where, group_backend)
@@ -105,7 +111,12 @@ class MoEBuffer:
             if named is None:
                 plan.warn_fallback(self._explanation)
             self._device = torch.device(facts.device)
-            self._executor = plan.build_executor(self._explanation, facts, self._device, self._control, group)
+            self._router, self._router_reason = plan.build_router(
+                request, everyone, self._device, self._control, group, progress_timeout
+            )
+            self._executor = plan.build_executor(
+                self._explanation, facts, self._device, self._control, group, self._router.staging
+            )
         except BaseException:
             self._control.close()
             raise
@@ -183,13 +194,38 @@ class MoEBuffer:
         """'kernel' where the staging kernel prepares each call, 'torch' where plain operators do."""
         return self._live().stager.name
 
+    @property
+    def router(self) -> str:
+        """'kernel' where ``mega_moe.route`` is one launch, 'torch' where plain operators serve it."""
+        self._live()
+        return self._router.name
+
+    @property
+    def router_reason(self) -> str | None:
+        """Why ``router`` is not 'kernel'; None where it is."""
+        return self._router_reason
+
     def refuse(self, error: Exception) -> None:
         """Let the other ranks' next call raise PeerError with ``error``, which this rank raises instead of calling."""
         self._live().refuse(error)
 
+    def route(self, topk_idx: Tensor, topk_weights: Tensor | None) -> Routing:
+        """``mega_moe.route`` on checked arguments."""
+        self._live()
+        return self._router.route(topk_idx, topk_weights)
+
+    def refuse_routing(self, error: Exception, num_tokens: int) -> None:
+        """Let the other ranks' call of ``mega_moe.route`` end in PeerError, as this rank raises ``error`` instead."""
+        self._live()
+        self._router.refuse(error, num_tokens)
+
     def check(self) -> None:
-        """Raise what a past call could not report at once; the plain backends report everything in the call itself."""
-        _ = self.handle
+        """Wait for the device and raise what a past call could not report at once: a bad expert id, a lost rank.
+
+        The plain backends report everything in the call itself, the routing kernel nothing.
+        """
+        self._live()
+        self._router.check()
 
     def destroy(self) -> None:
         """Give back the memory and the control group. Using the buffer afterwards raises; a second call does nothing."""
@@ -197,7 +233,7 @@ class MoEBuffer:
             registry.unregister(self._handle)
             self._handle = None
             self._control.close()
-            del self._executor
+            del self._executor, self._router
 
     def _live(self) -> PlainExecutor:
         _ = self.handle
@@ -235,7 +271,7 @@ class MoEBuffer:
         num_ranks: int = 1,
         training: bool = True,
     ) -> int:
-        """Bytes of GPU memory that a buffer of this size holds on each rank: the staging area.
+        """Bytes of GPU memory that a buffer of this size holds on each rank.
 
         A pure function of its arguments; needs the compiled library, no GPU. Plain backends on a CPU, or on a GPU whose
         architecture the wheel does not hold, keep nothing.
@@ -243,7 +279,7 @@ class MoEBuffer:
         request = Request(
             num_experts, max_tokens_per_rank, top_k, hidden, intermediate, precision, num_ranks=num_ranks
         )
-        return plan.staging_nbytes(request)
+        return plan.buffer_nbytes(request)
 
 
 def _group_backend(group: dist.ProcessGroup) -> str:

@@ -146,14 +146,14 @@ def _below(store: Any, prefix: str) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
-def check_timeout(timeout: float | None) -> float | None:
-    """``arrival_timeout`` as a float; TypeError or ValueError unless it is None or a finite number above 0."""
+def check_timeout(name: str, timeout: float | None) -> float | None:
+    """``timeout`` as a float; TypeError or ValueError unless it is None or a finite number above 0."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"arrival_timeout: got {timeout!r} ({type(timeout).__name__}), want seconds or None")
+        raise TypeError(f"{name}: got {timeout!r} ({type(timeout).__name__}), want seconds or None")
     if not 0 < timeout < math.inf:
-        raise ValueError(f"arrival_timeout: got {timeout}, want finite seconds > 0")
+        raise ValueError(f"{name}: got {timeout}, want finite seconds > 0")
     return float(timeout)
 
 

@@ -71,6 +71,28 @@ def choose(verdicts: Sequence[Verdict], named: str | None = None, strict: bool =
     return accepted[0]
 
 
+def why_no_kernel_router(request: Request, facts: Sequence[RankFacts]) -> list[str]:
+    """Every reason against the routing kernel on ranks with ``facts``; empty when all can run it."""
+    reasons = []
+    if request.hidden % GROUPED_MULTIPLE:
+        reasons.append(f"hidden is {request.hidden}, must be a multiple of {GROUPED_MULTIPLE}")
+    for rank, fact in enumerate(facts):
+        where = f"rank {rank}: " if len(facts) > 1 else ""
+        if not fact.library_loaded:
+            reasons.append(f"{where}the compiled library is not loaded: {fact.library_reason}")
+        if fact.device_type != "cuda" or fact.compute_capability is None:
+            reasons.append(f"{where}needs an NVIDIA GPU, the device is {fact.device}")
+            continue
+        device = "{}{}".format(*fact.compute_capability)
+        if not any(v.op == "route" and v.architecture.rstrip("af") == device for v in fact.variants):
+            reasons.append(f"{where}this wheel holds no routing kernel for sm_{device}")
+        if (fact.num_sms or 0) <= request.num_reserved_sms:
+            reasons.append(
+                f"{where}num_reserved_sms={request.num_reserved_sms} leaves none of {fact.num_sms} SMs"
+            )
+    return [*reasons, *_links(facts)]
+
+
 def check_name(name: str, backend: str) -> str | None:
     """None for 'auto', the backend itself when it exists; ValueError otherwise."""
     if backend == "auto":

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mega_moe._backends.arithmetic import Arithmetic
 from mega_moe._backends.control import Control
-from mega_moe._backends.decide import Verdict, check_name, choose, decide
+from mega_moe._backends.decide import Verdict, check_name, choose, decide, why_no_kernel_router
 from mega_moe._backends.facts import RankFacts
 from mega_moe._backends.grouped import GroupedArithmetic
 from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
+from mega_moe._backends.router import KernelRouter, Router, TorchRouter
 from mega_moe._backends.staging import KernelStager, Stager, TorchStager
+from mega_moe._backends.symmetric import Shape, of_group, of_one_rank, symmetric_layout, workspace_layout
 from mega_moe._backends.transport import GroupTransport, LocalTransport, Transport
 from mega_moe._base import env
 from mega_moe._base.errors import BackendRefusedError, FallbackWarning
@@ -102,18 +105,66 @@ def warn_fallback(explanation: Explanation) -> None:
 
 
 def build_executor(
-    explanation: Explanation, facts: RankFacts, device: torch.device, control: Control, group: Any
+    explanation: Explanation,
+    facts: RankFacts,
+    device: torch.device,
+    control: Control,
+    group: Any,
+    staging: Tensor | None,
 ) -> PlainExecutor:
-    """The executor of the chosen backend on this rank."""
+    """The executor of the chosen backend on this rank; ``staging``: memory for the staging kernel, if there is some."""
     request = explanation.request
     arithmetic: Arithmetic = (
         GroupedArithmetic() if explanation.chosen == "grouped" else ReferenceArithmetic(request.precision)
     )
     transport: Transport = LocalTransport() if group is None else GroupTransport(group)
-    return PlainExecutor(request, arithmetic, _stager(request, facts, device), control, transport)
+    return PlainExecutor(request, arithmetic, _stager(request, facts, device, staging), control, transport)
 
 
-def staging_nbytes(request: Request) -> int:
+def build_router(
+    request: Request,
+    everyone: Sequence[RankFacts],
+    device: torch.device,
+    control: Control,
+    group: Any,
+    progress_timeout: float,
+) -> tuple[Router, str | None]:
+    """Collective. The routing kernel where all ranks can run it, else plain operators and the reason why."""
+    reasons = why_no_kernel_router(request, everyone)
+    if reasons:
+        return TorchRouter(request, control), "; ".join(reasons)
+    shape = _shape(request)
+    nbytes = symmetric_layout(shape).total
+    memory = of_one_rank(nbytes, device) if group is None else of_group(nbytes, device, group, control)
+    return KernelRouter(
+        shape,
+        control.rank,
+        memory,
+        num_sms=(everyone[control.rank].num_sms or 0) - request.num_reserved_sms,
+        arrival_timeout=progress_timeout if control.timeout is None else control.timeout,
+        progress_timeout=progress_timeout,
+    ), None
+
+
+def buffer_nbytes(request: Request) -> int:
+    """Bytes that a buffer holds on a GPU that runs the kernels: the part that peers reach, and the workspace."""
+    shape = _shape(request)
+    return symmetric_layout(shape).total + workspace_layout(shape).total
+
+
+def _shape(request: Request) -> Shape:
+    # The staging area is laid out for x in bf16, which every precision stages in one direction and which is the larger.
+    return Shape(
+        request.max_tokens_per_rank,
+        request.top_k,
+        request.num_experts,
+        request.hidden,
+        request.num_ranks,
+        canaries=env.debug(),
+    )
+
+
+def _staging_nbytes(request: Request) -> int:
     """Bytes of the staging area: the larger of the forms of x that the precision needs."""
     size = request.max_tokens_per_rank, request.top_k, request.hidden
     return max(KernelStager.nbytes(*size, form == "fp8") for form in _staged_forms(request))
@@ -124,7 +175,7 @@ def _staged_forms(request: Request) -> tuple[str, ...]:
     return ("bf16", "fp8") if request.precision == "fp8" else ("bf16",)
 
 
-def _stager(request: Request, facts: RankFacts, device: torch.device) -> Stager:
+def _stager(request: Request, facts: RankFacts, device: torch.device, memory: Tensor | None) -> Stager:
     """The staging kernel where the wheel holds it in every form that is needed, else plain operators."""
     plain = TorchStager(request.num_experts)
     if device.type != "cuda" or facts.compute_capability is None:
@@ -139,7 +190,8 @@ def _stager(request: Request, facts: RankFacts, device: torch.device) -> Stager:
     }
     if not served.issuperset(_staged_forms(request)):
         return plain
-    memory = torch.zeros(staging_nbytes(request), dtype=torch.uint8, device=device)
+    if memory is None:
+        memory = torch.zeros(_staging_nbytes(request), dtype=torch.uint8, device=device)
     return KernelStager(
         memory, request.max_tokens_per_rank, request.num_experts, request.top_k, request.hidden, plain
     )

@@ -1,0 +1,150 @@
+"""Memory of the kernels that span ranks, as the library lays it out: the part that peers reach, and the workspace."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.control import Control
+from mega_moe._base.errors import MegaMoEError
+from mega_moe._ops import library
+
+CANARY = 0xC5
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What both layouts depend on; equal on all ranks. ``pool_rows`` 0: a chunk holds whatever comes."""
+
+    max_tokens: int
+    top_k: int
+    num_experts: int
+    hidden: int
+    num_ranks: int
+    pool_rows: int = 0
+    quantise: bool = False
+    home: bool = False
+    canaries: bool = False
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As the layout operators take them."""
+        return (
+            self.max_tokens,
+            self.top_k,
+            self.num_experts,
+            self.hidden,
+            self.num_ranks,
+            self.pool_rows,
+            self.quantise,
+            self.home,
+            self.canaries,
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parts of one buffer by name: ``(offset, bytes)``; ``total`` bytes in all."""
+
+    parts: dict[str, tuple[int, int]]
+    total: int
+
+    def view(self, memory: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        """A part of ``memory`` (uint8) as a flat tensor."""
+        start, size = self.parts[name]
+        return memory[start : start + size].view(dtype)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """``(start, end)`` of the bytes between parts, which a layout with canaries has."""
+        edges, at = [], 0
+        for start, size in self.parts.values():
+            edges.append((at, start))
+            at = start + size
+        return [gap for gap in [*edges, (at, self.total)] if gap[0] < gap[1]]
+
+
+@functools.cache
+def symmetric_layout(shape: Shape) -> Layout:
+    ops = library.require()
+    return _layout(ops.symmetric_parts(), ops.symmetric_layout(*shape.arguments()))
+
+
+@functools.cache
+def workspace_layout(shape: Shape) -> Layout:
+    ops = library.require()
+    return _layout(ops.workspace_parts(), ops.workspace_layout(*shape.arguments()))
+
+
+def _layout(names: str, numbers: list[int]) -> Layout:
+    pairs = zip(numbers[0:-1:2], numbers[1:-1:2], strict=True)
+    return Layout(dict(zip(names.split(), pairs, strict=True)), numbers[-1])
+
+
+@dataclass(frozen=True)
+class SymmetricMemory:
+    """This rank's part as a tensor, and the addresses by which it reaches the parts of all ranks."""
+
+    memory: Tensor  # uint8, zero at first
+    addresses: list[int]
+    keep: Any = None  # what must live as long as the addresses
+
+
+def allocate(nbytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes; MegaMoEError that says what was needed where the device has too little."""
+    try:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise MegaMoEError(f"the buffer needs {nbytes / 2**20:.0f} MiB on {device}: {error}") from error
+    if memory.data_ptr() % _ALIGNMENT:
+        raise MegaMoEError(f"the allocator of {device} gave memory that is not aligned to {_ALIGNMENT} bytes")
+    return memory
+
+
+def of_one_rank(nbytes: int, device: torch.device) -> SymmetricMemory:
+    memory = allocate(nbytes, device)
+    return SymmetricMemory(memory, [memory.data_ptr()])
+
+
+def of_virtual_ranks(nbytes: int, device: torch.device, num_ranks: int) -> list[SymmetricMemory]:
+    """The parts of ``num_ranks`` ranks that one process plays on one GPU."""
+    parts = [allocate(nbytes, device) for _ in range(num_ranks)]
+    addresses = [part.data_ptr() for part in parts]
+    return [SymmetricMemory(part, addresses, parts) for part in parts]
+
+
+def of_group(nbytes: int, device: torch.device, group: Any, control: Control) -> SymmetricMemory:
+    """Collective over ``group``: torch's symmetric memory, which maps every rank's part into this process."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(memory, group)
+    bases = [int(address) for address in handle.buffer_ptrs]
+    # The tensor may start inside the memory that was mapped; peers see it at the same distance or not at all.
+    offset = memory.data_ptr() - bases[control.rank]
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    # No rank writes into another's part before that is zero.
+    offsets = control.gather(offset, "allocation of symmetric memory")
+    if len(set(offsets)) > 1 or offset % _ALIGNMENT or not all(bases):
+        raise MegaMoEError(
+            f"symmetric memory: addresses {bases}, offsets {offsets} by rank; want all reachable and one aligned offset"
+        )
+    return SymmetricMemory(memory, [base + offset for base in bases], handle)
+
+
+def write_canaries(memory: Tensor, layout: Layout) -> None:
+    for start, end in layout.gaps():
+        memory[start:end] = CANARY
+
+
+def broken_canaries(memory: Tensor, layout: Layout) -> list[tuple[int, int]]:
+    """Gaps of ``layout`` that something wrote into. Synchronises with the device."""
+    return [(a, b) for a, b in layout.gaps() if not bool((memory[a:b] == CANARY).all())]

@@ -1,0 +1,89 @@
+"""Records as a kernel would write them, and the exceptions that they become."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_moe._backends import faults
+from mega_moe._backends.faults import Limits, Record, decode, is_fatal
+from mega_moe._base.errors import PeerError, RankTimeoutError
+
+LIMITS = Limits(num_ranks=8, top_k=4, max_blocks=128, arrival=600.0, progress=60.0)
+
+
+def record(role: int, kind: int, index: int, seen: int, wanted: int) -> Record:
+    return Record(1, 3, role, kind, index, seen, wanted, 17)
+
+
+def abort_word(rank: int, role: int, kind: int, index: int) -> int:
+    word = (rank + 1) | kind << 8 | role << 16 | index << 32
+    return word - (1 << 64) if word >> 63 else word  # as int64, in which the record is read
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "parts"),
+    [
+        (
+            record(faults.PUBLISH, faults.BAD_ID, 30, -5, 16),
+            ValueError,
+            ["topk_idx[7, 2]: got expert -5, want -1 or 0 to 15", "call 17"],
+        ),
+        (
+            record(faults.HEADER, faults.REFUSED, 5, 20000, 16384),
+            PeerError,
+            ["rank 3 of 8", "call 17", "refused by rank 5", "20000 tokens", "16384"],
+        ),
+        (
+            record(faults.HEADER, faults.REFUSED, 5, 1, 16384),
+            PeerError,
+            ["refused by rank 5", "arguments were refused"],
+        ),
+        (
+            record(faults.HEADER, faults.ARRIVAL, 6, 16, 17),
+            RankTimeoutError,
+            ["rank 3 of 8", "600 s", "arrival", "rank 6 to launch", "seen 16", "wanted 17"],
+        ),
+        (
+            record(faults.BLOCK_FLAG, faults.PROGRESS, 2 * 128 + 9, 16, 17),
+            RankTimeoutError,
+            ["60 s", "progress", "rank 2, block 9", "seen 16", "wanted 17"],
+        ),
+        (
+            record(faults.GRID_BARRIER, faults.PROGRESS, 4, 100, 132),
+            RankTimeoutError,
+            ["grid barrier", "CTA 4", "seen 100", "wanted 132"],
+        ),
+        (
+            record(faults.HEADER, faults.ABORTED, 0, abort_word(2, faults.HEADER, faults.ARRIVAL, 6), 0),
+            PeerError,
+            ["rank 3 of 8", "rank 2 gave up", "arrival", "rank 6 to launch"],
+        ),
+        (
+            record(
+                faults.BLOCK_FLAG,
+                faults.ABORTED,
+                0,
+                abort_word(2, faults.BLOCK_FLAG, faults.PROGRESS, 0x80000000 + 5),
+                0,
+            ),
+            PeerError,
+            ["rank 2 gave up", "progress", "block 5"],
+        ),
+    ],
+)
+def test_record_becomes_the_error_that_names_everything(
+    words: Record, error: type[Exception], parts: list[str]
+) -> None:
+    got = decode(words, LIMITS)
+    assert type(got) is error
+    for part in parts:
+        assert part in str(got), part
+
+
+def test_only_lost_ranks_end_a_buffer() -> None:
+    fatal = {kind for kind in range(1, 6) if is_fatal(record(faults.HEADER, kind, 0, 0, 0))}
+    assert fatal == {faults.ARRIVAL, faults.PROGRESS, faults.ABORTED}
+
+
+def test_unknown_kind_is_shown() -> None:
+    assert "unknown kind" in str(decode(record(9, 99, 1, 2, 3), LIMITS))

@@ -1,0 +1,138 @@
+"""Layouts of the symmetric buffer and the workspace, as the compiled library gives them, and what the operator refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mega_moe
+from mega_moe._backends.symmetric import (
+    Layout,
+    Shape,
+    broken_canaries,
+    symmetric_layout,
+    workspace_layout,
+    write_canaries,
+)
+from mega_moe._ops import library
+
+
+@pytest.fixture(scope="module")
+def ops() -> Any:
+    if not library.status().loaded:
+        pytest.skip(f"the compiled library is not loaded: {library.status().reason}")
+    return library.require()
+
+
+def shape(**changes: Any) -> Shape:
+    known: dict[str, Any] = dict(max_tokens=16384, top_k=8, num_experts=128, hidden=2048, num_ranks=8)
+    return Shape(**(known | changes))
+
+
+@pytest.mark.usefixtures("ops")
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 32])
+@pytest.mark.parametrize("canaries", [False, True])
+def test_parts_follow_one_another(num_ranks: int, canaries: bool) -> None:
+    for layout in (
+        symmetric_layout(shape(num_ranks=num_ranks, canaries=canaries)),
+        workspace_layout(shape(num_ranks=num_ranks, canaries=canaries)),
+    ):
+        end = 0
+        for start, size in layout.parts.values():
+            assert start % 256 == 0
+            assert start - end >= (256 if canaries else 0)
+            assert start - end < (512 if canaries else 256)
+            end = start + size
+        assert end <= layout.total < end + (512 if canaries else 256)
+
+
+@pytest.mark.usefixtures("ops")
+def test_nbytes_is_the_sum_of_both_layouts() -> None:
+    sizes = dict(num_experts=128, max_tokens_per_rank=16384, top_k=8, hidden=2048, intermediate=768)
+    for ranks in (1, 8):
+        want = symmetric_layout(shape(num_ranks=ranks)).total + workspace_layout(shape(num_ranks=ranks)).total
+        assert mega_moe.MoEBuffer.nbytes(**sizes, num_ranks=ranks) == want
+
+
+@pytest.mark.usefixtures("ops")
+def test_home_slots_are_there_when_asked_for() -> None:
+    without = symmetric_layout(shape()).parts["home"]
+    with_home = symmetric_layout(shape(home=True)).parts["home"]
+    assert without[1] == 0
+    assert with_home[1] == 16384 * 8 * 2048 * 2
+
+
+def test_a_staging_area_is_where_the_stager_expects_it(ops: Any) -> None:
+    layout = symmetric_layout(shape())
+    assert layout.parts["staging"][1] == ops.staging_layout(16384, 8, 2048, False)[-1]
+
+
+def test_bad_extents_are_named(ops: Any) -> None:
+    for changes, message in (
+        (dict(num_ranks=33, num_experts=33), "num_ranks is 33, must be 1 to 32"),
+        (dict(num_experts=100), "num_experts is 100, must be a multiple of 8"),
+        (dict(top_k=17), "top_k is 17"),
+        (dict(pool_rows=128), "pool_rows is 128, must be"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.workspace_layout(*shape(**changes).arguments())
+
+
+def call(ops: Any, **changes: Any) -> None:
+    known: dict[str, Any] = dict(
+        topk_idx=torch.zeros(4, 2, dtype=torch.int64),
+        topk_weights=torch.zeros(4, 2),
+        summary=torch.zeros(2 + 1 + 3 * 8 + 2, dtype=torch.int32),
+        buffers=[256],
+        workspace=256,
+        record=256,
+        max_tokens=4,
+        num_experts=8,
+        hidden=64,
+        pool_rows=0,
+        quantise=False,
+        home=False,
+        canaries=False,
+        rank=0,
+        num_sms=0,
+        arrival_ns=1,
+        progress_ns=1,
+        refused_tokens=0,
+    )
+    ops.route(*(known | changes).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "topk_idx: device is cpu, must be cuda"),
+        (dict(topk_idx=torch.zeros(5, 2, dtype=torch.int64), topk_weights=torch.zeros(5, 2)), "number of tokens is 5"),
+        (dict(topk_idx=torch.zeros(4, 2)), "topk_idx: dtype is float32, must be int32 or int64"),
+        (dict(topk_weights=torch.zeros(3, 2)), "topk_weights: shape is"),
+        (dict(summary=torch.zeros(3, dtype=torch.int32)), "summary: shape is"),
+        (dict(buffers=[0]), r"buffers\[0\] is a null address: this rank cannot reach rank 0"),
+        (dict(buffers=[260]), r"buffers\[0\]: address is 4 past a multiple of 256"),
+        (dict(workspace=0), "workspace is a null address"),
+        (dict(record=0), "record is a null address"),
+        (dict(rank=1), "rank is 1, must be 0 to 0"),
+        (dict(arrival_ns=0), "arrival_ns is 0"),
+        (dict(topk_idx=torch.zeros(2, 4, dtype=torch.int64).t()), "topk_idx: strides are"),
+    ],
+)
+def test_operator_names_what_is_wrong(ops: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        call(ops, **changes)
+
+
+def test_canaries_show_a_write_between_parts() -> None:
+    layout = Layout({"a": (256, 100), "b": (768, 256)}, 1280)
+    memory = torch.zeros(1280, dtype=torch.uint8)
+    write_canaries(memory, layout)
+    memory[256:356] = 7
+    memory[768:1024] = 7
+    assert broken_canaries(memory, layout) == []
+    memory[356] = 0
+    memory[1279] = 0
+    assert broken_canaries(memory, layout) == [(356, 768), (1024, 1280)]
