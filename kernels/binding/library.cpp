@@ -16,19 +16,24 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "stage(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int buffer_bytes, int max_tokens, "
         "int num_experts, bool quantise) -> ()");
-    // What the memory of the routing tables depends on; pool_rows 0 is the largest useful pool, one chunk for any routing.
+    // What the memory of the routing tables depends on; pool_rows 0 is the largest useful pool, one chunk for
+    // any routing.
     m.def(
-        "symmetric_layout(int max_tokens, int top_k, int num_experts, int hidden, int num_ranks, int pool_rows, "
+        "symmetric_layout(int max_tokens, int top_k, int num_experts, int hidden, int num_ranks, int "
+        "pool_rows, "
         "bool quantise, bool home, bool canaries) -> int[]");
     m.def(
-        "workspace_layout(int max_tokens, int top_k, int num_experts, int hidden, int num_ranks, int pool_rows, "
+        "workspace_layout(int max_tokens, int top_k, int num_experts, int hidden, int num_ranks, int "
+        "pool_rows, "
         "bool quantise, bool home, bool canaries) -> int[]");
     m.def("symmetric_parts() -> str");
     m.def("workspace_parts() -> str");
     m.def(
-        "route(Tensor topk_idx, Tensor topk_weights, Tensor(a!) summary, int[] buffers, int workspace, int record, "
-        "int max_tokens, int num_experts, int hidden, int pool_rows, bool quantise, bool home, bool canaries, int rank, "
-        "int num_sms, int arrival_ns, int progress_ns, int refused_tokens) -> ()");
+        "route(Tensor topk_idx, Tensor topk_weights, Tensor(a!) summary, int[] buffers, int workspace, int "
+        "record, "
+        "int max_tokens, int num_experts, int hidden, int pool_rows, bool quantise, bool home, bool "
+        "canaries, int rank, "
+        "int num_sms, int arrival_ns, int progress_ns, int refused_tokens, bool weighted) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");
 }

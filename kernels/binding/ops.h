@@ -15,16 +15,19 @@ void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, 
            int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantise);
 
 std::vector<int64_t> symmetric_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
-                                      int64_t num_ranks, int64_t pool_rows, bool quantise, bool home, bool canaries);
+                                      int64_t num_ranks, int64_t pool_rows, bool quantise, bool home,
+                                      bool canaries);
 std::vector<int64_t> workspace_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
-                                      int64_t num_ranks, int64_t pool_rows, bool quantise, bool home, bool canaries);
+                                      int64_t num_ranks, int64_t pool_rows, bool quantise, bool home,
+                                      bool canaries);
 std::string symmetric_parts();
 std::string workspace_parts();
 
-void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& summary, std::vector<int64_t> buffers,
-           int64_t workspace, int64_t record, int64_t max_tokens, int64_t num_experts, int64_t hidden, int64_t pool_rows,
-           bool quantise, bool home, bool canaries, int64_t rank, int64_t num_sms, int64_t arrival_ns,
-           int64_t progress_ns, int64_t refused_tokens);
+void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& summary,
+           std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
+           int64_t num_experts, int64_t hidden, int64_t pool_rows, bool quantise, bool home, bool canaries,
+           int64_t rank, int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, int64_t refused_tokens,
+           bool weighted);
 
 void clock_probe(const Tensor& out);
 

@@ -8,8 +8,9 @@
 namespace mega_moe::binding {
 namespace {
 
-RouteShape checked_shape(const Checker& check, int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
-                         int64_t num_ranks, int64_t pool_rows, bool quantise, bool home, bool canaries) {
+RouteShape checked_shape(const Checker& check, int64_t max_tokens, int64_t top_k, int64_t num_experts,
+                         int64_t hidden, int64_t num_ranks, int64_t pool_rows, bool quantise, bool home,
+                         bool canaries) {
     check.range("max_tokens", max_tokens, 1, kMaxTokensPerRank);
     check.range("top_k", top_k, 1, kMaxTopK);
     check.range("num_experts", num_experts, 1, kMaxExperts);
@@ -36,7 +37,8 @@ std::vector<int64_t> flattened(const LayoutTable& table) {
 
 std::string names(const LayoutTable& table) {
     std::string text;
-    for (int i = 0; i < table.count; ++i) text += (i > 0 ? " " : "") + std::string(table.parts[i].name);
+    for (int i = 0; i < table.count; ++i)
+        text += (i > 0 ? " " : "") + std::string(table.parts[i].name);
     return text;
 }
 
@@ -45,15 +47,19 @@ constexpr RouteShape kAnyShape{128, 1, 1, 8, 1, 256, false, false, false};
 }  // namespace
 
 std::vector<int64_t> symmetric_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
-                                      int64_t num_ranks, int64_t pool_rows, bool quantise, bool home, bool canaries) {
-    return flattened(mega_moe::symmetric_layout(checked_shape(Checker("symmetric_layout"), max_tokens, top_k, num_experts,
-                                                              hidden, num_ranks, pool_rows, quantise, home, canaries)));
+                                      int64_t num_ranks, int64_t pool_rows, bool quantise, bool home,
+                                      bool canaries) {
+    return flattened(
+        mega_moe::symmetric_layout(checked_shape(Checker("symmetric_layout"), max_tokens, top_k, num_experts,
+                                                 hidden, num_ranks, pool_rows, quantise, home, canaries)));
 }
 
 std::vector<int64_t> workspace_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
-                                      int64_t num_ranks, int64_t pool_rows, bool quantise, bool home, bool canaries) {
-    return flattened(mega_moe::workspace_layout(checked_shape(Checker("workspace_layout"), max_tokens, top_k, num_experts,
-                                                              hidden, num_ranks, pool_rows, quantise, home, canaries)));
+                                      int64_t num_ranks, int64_t pool_rows, bool quantise, bool home,
+                                      bool canaries) {
+    return flattened(
+        mega_moe::workspace_layout(checked_shape(Checker("workspace_layout"), max_tokens, top_k, num_experts,
+                                                 hidden, num_ranks, pool_rows, quantise, home, canaries)));
 }
 
 std::string symmetric_parts() {
@@ -64,10 +70,11 @@ std::string workspace_parts() {
     return names(mega_moe::workspace_layout(kAnyShape));
 }
 
-void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& summary, std::vector<int64_t> buffers,
-           int64_t workspace, int64_t record, int64_t max_tokens, int64_t num_experts, int64_t hidden, int64_t pool_rows,
-           bool quantise, bool home, bool canaries, int64_t rank, int64_t num_sms, int64_t arrival_ns,
-           int64_t progress_ns, int64_t refused_tokens) {
+void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& summary,
+           std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
+           int64_t num_experts, int64_t hidden, int64_t pool_rows, bool quantise, bool home, bool canaries,
+           int64_t rank, int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, int64_t refused_tokens,
+           bool weighted) {
     const Checker check("route");
     check.dims("topk_idx", topk_idx, 2);
     check.dtype("topk_idx", topk_idx, {ScalarType::Int, ScalarType::Long});
@@ -76,11 +83,9 @@ void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& sum
     const int64_t num_tokens = topk_idx.size(0);
     const int64_t top_k = topk_idx.size(1);
     const auto num_ranks = static_cast<int64_t>(buffers.size());
-    const RouteShape shape = checked_shape(check, max_tokens, top_k, num_experts, hidden, num_ranks, pool_rows, quantise,
-                                           home, canaries);
+    const RouteShape shape = checked_shape(check, max_tokens, top_k, num_experts, hidden, num_ranks,
+                                           pool_rows, quantise, home, canaries);
     check.range("number of tokens", num_tokens, 0, max_tokens);
-    // No weights are wanted when there are none while there are tokens.
-    const bool weighted = topk_weights.size(0) > 0;
     if (weighted) {
         check.size("topk_weights", topk_weights, 0, num_tokens);
         check.size("topk_weights", topk_weights, 1, top_k);
@@ -95,7 +100,8 @@ void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& sum
     check.range("refused_tokens", refused_tokens, 0, INT64_MAX);
     for (size_t i = 0; i < buffers.size(); ++i) {
         const std::string name = "buffers[" + std::to_string(i) + "]";
-        if (buffers[i] == 0) check.fail(name + " is a null address: this rank cannot reach rank " + std::to_string(i));
+        if (buffers[i] == 0)
+            check.fail(name + " is a null address: this rank cannot reach rank " + std::to_string(i));
         check.aligned(name.c_str(), static_cast<std::uintptr_t>(buffers[i]), 256);
     }
     if (workspace == 0) check.fail("workspace is a null address, must be an address on the device");
@@ -114,7 +120,7 @@ void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& sum
     RouteProblem problem{};
     problem.shape = shape;
     problem.topk_idx = topk_idx.const_data_ptr();
-    problem.topk_weights = weighted ? topk_weights.const_data_ptr() : nullptr;
+    problem.topk_weights = topk_weights.const_data_ptr();
     problem.summary = static_cast<int32_t*>(summary.mutable_data_ptr());
     problem.buffers = buffers.data();
     problem.workspace = reinterpret_cast<void*>(static_cast<std::uintptr_t>(workspace));
@@ -126,6 +132,7 @@ void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& sum
     problem.progress_ns = progress_ns;
     problem.idx_is_64_bit = topk_idx.scalar_type() == ScalarType::Long;
     problem.weights_are_bf16 = topk_weights.scalar_type() == ScalarType::BFloat16;
+    problem.weighted = weighted;
     problem.refuse = refused_tokens > 0;
     problem.device = topk_idx.get_device_index();
     problem.stream = current_stream(problem.device);

@@ -31,7 +31,8 @@ template <int Count>
 LayoutTable table_of(const layout::Layout<Count>& layout) noexcept {
     static_assert(Count <= kMaxLayoutParts);
     LayoutTable table{};
-    for (const layout::Part& part : layout.parts) table.parts[table.count++] = {part.name, part.offset, part.bytes};
+    for (const layout::Part& part : layout.parts)
+        table.parts[table.count++] = {part.name, part.offset, part.bytes};
     table.total = layout.total;
     return table;
 }
@@ -72,7 +73,8 @@ device::RouteParams make_route_params(const RouteProblem& problem) noexcept {
 
     device::RouteParams p{};
     for (std::int64_t rank = 0; rank < shape.num_ranks; ++rank)
-        p.endpoint.peers[rank] = reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(problem.buffers[rank]));
+        p.endpoint.peers[rank] =
+            reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(problem.buffers[rank]));
     std::byte* own = p.endpoint.peers[problem.rank];
     p.endpoint.control = reinterpret_cast<std::uint64_t*>(own + symmetric[layout::kControlWords]);
     p.endpoint.sync = reinterpret_cast<std::uint64_t*>(at(layout::kSync));
@@ -113,6 +115,7 @@ device::RouteParams make_route_params(const RouteProblem& problem) noexcept {
     p.one_chunk = local.chunks() == 1;
     p.idx_is_64_bit = problem.idx_is_64_bit;
     p.weights_are_bf16 = problem.weights_are_bf16;
+    p.weighted = problem.weighted;
     p.refuse = problem.refuse;
     return p;
 }
@@ -128,13 +131,15 @@ Status launch_route(const RouteProblem& problem) noexcept {
     }
     device::RouteParams params = make_route_params(problem);
     const std::int64_t sms = problem.num_sms == 0 ? facts.num_sms : problem.num_sms;
-    const std::int64_t shared = layout::make_route_shared(variant->threads, params.endpoint.num_ranks, params.num_local,
-                                                          params.max_blocks, params.one_chunk)
-                                    .total;
+    const std::int64_t shared =
+        layout::make_route_shared(variant->threads, params.endpoint.num_ranks, params.num_local,
+                                  params.max_blocks, params.one_chunk)
+            .total;
     if (shared > facts.max_shared_bytes) {
-        return error_status("%lld experts per rank and %lld tokens need %lld bytes of shared memory, the device has %d",
-                            static_cast<long long>(params.num_local), static_cast<long long>(params.max_tokens),
-                            static_cast<long long>(shared), facts.max_shared_bytes);
+        return error_status(
+            "%lld experts per rank and %lld tokens need %lld bytes of shared memory, the device has %d",
+            static_cast<long long>(params.num_local), static_cast<long long>(params.max_tokens),
+            static_cast<long long>(shared), facts.max_shared_bytes);
     }
     const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(sms, layout::kMaxCtas));
     return launch_cooperative(*variant, blocks, static_cast<int>(shared), &params, problem.stream);

@@ -35,7 +35,8 @@ enum class Kind : std::uint64_t {
 
 // Not zero. What the rank that gave up was waiting for.
 MEGA_MOE_LAW std::uint64_t encode_abort(std::uint64_t rank, Role role, Kind kind, std::uint64_t index) {
-    return (rank + 1) | static_cast<std::uint64_t>(kind) << 8 | static_cast<std::uint64_t>(role) << 16 | index << 32;
+    return (rank + 1) | static_cast<std::uint64_t>(kind) << 8 | static_cast<std::uint64_t>(role) << 16 |
+           index << 32;
 }
 
 }  // namespace mega_moe::layout

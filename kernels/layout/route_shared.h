@@ -8,9 +8,9 @@ namespace mega_moe::layout {
 // What the threads of a CTA share while they route.
 struct RouteState {
     std::uint64_t epoch;
-    std::int32_t failed;        // a wait of this CTA ended without what it waited for
-    std::int32_t refused;       // a rank, plus 1, that refused the call
-    std::int32_t most_tokens;   // of any rank
+    std::int32_t failed;       // a wait of this CTA ended without what it waited for
+    std::int32_t refused;      // a rank, plus 1, that refused the call
+    std::int32_t most_tokens;  // of any rank
     std::int32_t tokens[kMaxRanks];
     std::uint32_t all_rows;     // of all CTAs
     std::uint32_t rows_before;  // of the chunks before this one, as the next
@@ -23,8 +23,8 @@ struct RouteState {
 // Byte offsets in dynamic shared memory.
 struct RouteShared {
     std::int64_t state;
-    std::int64_t counts;    // uint32 [columns]: counts of this CTA, later where its next entries go
-    std::int64_t rows;      // uint32 [warps][row_stride]: the same of each warp of a tile; scratch of the scans
+    std::int64_t counts;  // uint32 [columns]: counts of this CTA, later where its next entries go
+    std::int64_t rows;    // uint32 [warps][row_stride]: the same of each warp of a tile; scratch of the scans
     std::int64_t cta_rows;  // uint32 [kMaxCtas]: rows before each CTA, with several chunks only
     std::int64_t before;    // uint32 [max_blocks]: rows before each block, with several chunks only
     std::int64_t total;

@@ -3,7 +3,8 @@
 
 #include "layout/host_device.h"
 
-// Laws of the routing tables: units of work, columns of the counts, chunks, and the encodings of their entries.
+// Laws of the routing tables: units of work, columns of the counts, chunks, and the encodings of their
+// entries.
 namespace mega_moe::layout {
 
 inline constexpr int kMaxRanks = 32;
@@ -45,8 +46,10 @@ MEGA_MOE_LAW int num_columns(int num_local) {
     return 3 * num_local + 2;
 }
 
-// --- chunks -----------------------------------------------------------------------------------------------------------
-// A chunk is the longest run of blocks that has at most so many rows, so that its padded rows fit into a pool.
+// --- chunks
+// -----------------------------------------------------------------------------------------------------------
+// A chunk is the longest run of blocks that has at most so many rows, so that its padded rows fit into a
+// pool.
 MEGA_MOE_LAW std::int64_t chunk_limit(std::int64_t pool_rows, std::int64_t num_local) {
     return pool_rows - num_local * (kPadRows - 1);
 }
@@ -58,12 +61,14 @@ MEGA_MOE_LAW std::int64_t max_chunks(std::int64_t max_rows, std::int64_t limit, 
 }
 
 // First slot of a chunk: at least the padded rows of the chunks before it, and found without counting those.
-MEGA_MOE_LAW std::int64_t chunk_first_slot(std::int64_t rows_before, std::int64_t chunk, std::int64_t num_local) {
+MEGA_MOE_LAW std::int64_t chunk_first_slot(std::int64_t rows_before, std::int64_t chunk,
+                                           std::int64_t num_local) {
     return pad_rows(rows_before) + chunk * num_local * kPadRows;
 }
 
-// --- work of a CTA ----------------------------------------------------------------------------------------------------
-// A CTA takes a run of tokens of all ranks, in tiles with a thread for each (token, rank).
+// --- work of a CTA
+// ---------------------------------------------------------------------------------------------------- A CTA
+// takes a run of tokens of all ranks, in tiles with a thread for each (token, rank).
 struct Work {
     int tile_tokens;
     int range_tokens;  // tokens of each CTA, a multiple of tile_tokens; no tile spans two blocks
@@ -73,7 +78,8 @@ inline constexpr int kMinTileTokens = 16;
 
 MEGA_MOE_LAW int max_tile_tokens(int threads, int num_ranks) {
     int tokens = kBlockTokens;
-    while (tokens * num_ranks > threads) tokens /= 2;
+    while (tokens * num_ranks > threads)
+        tokens /= 2;
     return tokens;
 }
 
@@ -82,17 +88,20 @@ MEGA_MOE_LAW Work split_work(std::int64_t most_tokens, int num_ctas, int threads
     const auto share = static_cast<int>(ceil_div(most_tokens, num_ctas));
     if (share >= longest) return {longest, static_cast<int>(ceil_div(share, longest)) * longest};
     int tile = kMinTileTokens < longest ? kMinTileTokens : longest;
-    while (tile < share) tile *= 2;
+    while (tile < share)
+        tile *= 2;
     return {tile, tile};
 }
 
-// --- encodings --------------------------------------------------------------------------------------------------------
+// --- encodings
+// --------------------------------------------------------------------------------------------------------
 // Where a row comes from: token, source rank, slot.
 MEGA_MOE_LAW std::uint32_t encode_source(std::uint32_t token, std::uint32_t rank, std::uint32_t slot) {
     return token | rank << 20 | slot << 25;
 }
 
-// Low word: token, source rank, number of its local rows minus 1; high word: where its slots start in slot_list.
+// Low word: token, source rank, number of its local rows minus 1; high word: where its slots start in
+// slot_list.
 MEGA_MOE_LAW std::uint64_t encode_resident(std::uint32_t token, std::uint32_t rank, std::uint32_t rows,
                                            std::uint32_t first) {
     return std::uint64_t{first} << 32 | encode_source(token, rank, rows - 1);

@@ -19,10 +19,10 @@ struct SymmetricShape {
 };
 
 enum SymmetricPart {
-    kControlWords,      // uint64: the words of ControlWord, zero at first
-    kHeaders,           // uint64 [2][num_ranks]: what each rank said of launch n, in bank n % 2; zero at first
-    kBlockFlags,        // uint64 [num_ranks][max_blocks]: launch whose ids of the block are published; zero
-    kPublishedIds,      // uint16 [2][max_tokens, top_k]: expert ids of launch n in bank n % 2
+    kControlWords,  // uint64: the words of ControlWord, zero at first
+    kHeaders,       // uint64 [2][num_ranks]: what each rank said of launch n, in bank n % 2; zero at first
+    kBlockFlags,    // uint64 [num_ranks][max_blocks]: launch whose ids of the block are published; zero
+    kPublishedIds,  // uint16 [2][max_tokens, top_k]: expert ids of launch n in bank n % 2
     kPublishedWeights,  // fp32 [2][max_tokens, top_k]
     kStaging,           // layout/staging.h
     kHome,              // bf16 [max_tokens, min(num_ranks, top_k), hidden]: sums that ranks send to a token

@@ -29,28 +29,31 @@ struct WorkspaceShape {
 };
 
 enum WorkspacePart {
-    kSync,          // uint64: the words of SyncWord; zero at first
-    kGroupCounts,   // uint32 [2][kMaxGroups][columns]: sums of CTAs of a group, launch n in bank n % 2; zero at first
-    kCtaCounts,     // uint32 [kMaxCtas][columns]
-    kBlockCounts,   // uint32 [max_blocks][columns]: counts of a block's CTA before the block; empty for one chunk
-    kChunkTable,    // int32 [max_chunks][kChunkWords]
-    kExpertRows,    // int32 [max_chunks][num_local]: rows of the expert in the chunk
-    kExpertSlots,   // int32 [max_chunks][num_local]: its first slot
-    kPullStarts,    // int32 [max_chunks][num_local]: its first entry of pull_list, as first local expert
-    kPushStarts,    // int32 [max_chunks][num_local]: its first entry of push_list, as last local expert
-    kSlots,         // uint64 [max_slots]: low word encode_source, high word the routing weight (fp32)
-    kSlotList,      // uint32 [max_rows]: slots of resident tokens, tokens in canonical order, slots ascending
-    kPullList,      // uint64 [max_residents]: encode_resident, by (chunk, first local expert, token, rank)
-    kPushList,      // uint64 [max_residents]: the same by last local expert
+    kSync,         // uint64: the words of SyncWord; zero at first
+    kGroupCounts,  // uint32 [2][kMaxGroups][columns]: sums of CTAs of a group, launch n in bank n % 2; zero
+                   // at first
+    kCtaCounts,    // uint32 [kMaxCtas][columns]
+    kBlockCounts,  // uint32 [max_blocks][columns]: counts of a block's CTA before the block; empty for one
+                   // chunk
+    kChunkTable,   // int32 [max_chunks][kChunkWords]
+    kExpertRows,   // int32 [max_chunks][num_local]: rows of the expert in the chunk
+    kExpertSlots,  // int32 [max_chunks][num_local]: its first slot
+    kPullStarts,   // int32 [max_chunks][num_local]: its first entry of pull_list, as first local expert
+    kPushStarts,   // int32 [max_chunks][num_local]: its first entry of push_list, as last local expert
+    kSlots,        // uint64 [max_slots]: low word encode_source, high word the routing weight (fp32)
+    kSlotList,     // uint32 [max_rows]: slots of resident tokens, tokens in canonical order, slots ascending
+    kPullList,     // uint64 [max_residents]: encode_resident, by (chunk, first local expert, token, rank)
+    kPushList,     // uint64 [max_residents]: the same by last local expert
     kWorkspaceParts
 };
 
 enum SyncWord {
-    kRecordEpochWord,  // launch of the last record
-    kBadIdEpochWord,   // last launch of this rank with a bad id
-    kBarrierWord = 16, // CTAs that arrived in launch n, at word kBarrierWord + n % 2 * kBarrierStride
+    kRecordEpochWord,   // launch of the last record
+    kBadIdEpochWord,    // last launch of this rank with a bad id
+    kBarrierWord = 16,  // CTAs that arrived in launch n, at word kBarrierWord + n % 2 * kBarrierStride
 };
-inline constexpr int kBarrierStride = 16;  // words: a cache line, since one is zeroed while the other is polled
+inline constexpr int kBarrierStride =
+    16;  // words: a cache line, since one is zeroed while the other is polled
 inline constexpr int kSyncWordCount = kBarrierWord + 2 * kBarrierStride;
 
 enum ChunkWord {

@@ -68,8 +68,8 @@ def route(topk_idx: Tensor, topk_weights: Tensor | None = None, *, buffer: MoEBu
     """Load statistics of a routing, before or without the layer itself. Collective; never waits for the device.
 
     Args:
-        topk_idx: global expert ids ``[T, K]``, int32 or int64; -1 masks a slot. T may be 0 and may differ between ranks.
-        topk_weights: routing weights ``[T, K]``, fp32 or bf16; only kept with the tables, no statistic depends on them.
+        topk_idx: global expert ids ``[T, K]``, int32 or int64; -1 masks a slot. T may be 0 or differ between ranks.
+        topk_weights: routing weights ``[T, K]``, fp32 or bf16, on all ranks or on none; only kept with the tables.
         buffer: its ``router`` says whether a kernel or plain operators serve the call.
 
     Returns:

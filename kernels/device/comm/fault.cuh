@@ -7,7 +7,8 @@
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 
-// How a kernel tells of a fault: no trap, which would take the context, and no printf, which would cost registers.
+// How a kernel tells of a fault: no trap, which would take the context, and no printf, which would cost
+// registers.
 namespace mega_moe::device {
 
 using layout::Kind;
@@ -40,7 +41,8 @@ __device__ __forceinline__ void write_record(const Endpoint& e, std::uint64_t ep
     ptx::store_release_sys(e.record + layout::kRecordState, 1);
 }
 
-// A wait that ended without what it waited for: recorded, and told to all ranks unless one of them said it first.
+// A wait that ended without what it waited for: recorded, and told to all ranks unless one of them said it
+// first.
 __device__ __forceinline__ void give_up(const Endpoint& e, std::uint64_t epoch, Fault fault) {
     const std::uint64_t aborted = abort_word(e);
     if (aborted != 0) {

@@ -11,8 +11,9 @@ __device__ __forceinline__ std::uint64_t* barrier_word(const Endpoint& e, std::u
     return e.sync + layout::kBarrierWord + epoch % 2 * layout::kBarrierStride;
 }
 
-// The barrier of this rank's CTAs, one per launch. Called by one thread once the CTA's threads have met; what they wrote
-// before is visible to whoever leaves. The word of the next launch is zeroed here, since none polls it now.
+// The barrier of this rank's CTAs, one per launch. Called by one thread once the CTA's threads have met; what
+// they wrote before is visible to whoever leaves. The word of the next launch is zeroed here, since none
+// polls it now.
 __device__ __forceinline__ bool grid_barrier(const Endpoint& e, std::uint64_t epoch) {
     std::uint64_t* word = barrier_word(e, epoch);
     if (blockIdx.x == 0) *barrier_word(e, epoch + 1) = 0;

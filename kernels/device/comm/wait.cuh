@@ -11,11 +11,11 @@ namespace mega_moe::device {
 // Polls between two looks at the clock and the abort word; a poll takes about half a microsecond.
 inline constexpr int kPollsPerCheck = 16;
 
-// Polls `load` until it returns at least `wanted`. False when `limit_ns` have passed or a rank gave up; `seen` is the last
-// value either way.
+// Polls `load` until it returns at least `wanted`. False when `limit_ns` have passed or a rank gave up;
+// `seen` is the last value either way.
 template <class Load>
-__device__ __forceinline__ bool wait_for(const Endpoint& e, Load load, std::uint64_t wanted, std::int64_t limit_ns,
-                                         std::uint64_t& seen) {
+__device__ __forceinline__ bool wait_for(const Endpoint& e, Load load, std::uint64_t wanted,
+                                         std::int64_t limit_ns, std::uint64_t& seen) {
     seen = load();
     if (seen >= wanted) return true;
     const std::int64_t start = ptx::global_timer();

@@ -8,8 +8,9 @@
 #include "device/role/route_publish.cuh"
 #include "device/role/route_scan.cuh"
 
-// The routing phase of a launch: all CTAs of all ranks, one grid barrier, no slot taken by an atomic operation, so that the
-// tables depend on the routing alone. A later phase of the same launch needs a grid barrier of its own before it reads them.
+// The routing phase of a launch: all CTAs of all ranks, one grid barrier, no slot taken by an atomic
+// operation, so that the tables depend on the routing alone. A later phase of the same launch needs a grid
+// barrier of its own before it reads them.
 namespace mega_moe::device {
 
 __device__ __forceinline__ RouteMemory route_memory(const RouteParams& p, std::byte* shared, int threads) {
@@ -33,13 +34,16 @@ __device__ __forceinline__ void begin_route(const RouteParams& p, RouteMemory& m
         m.state.most_tokens = p.refuse ? 0 : p.num_tokens;
         m.state.tokens[e.rank] = m.state.most_tokens;
         if (m.state.failed != 0)
-            give_up(e, m.state.epoch, {Role::kHeader, Kind::kAborted, static_cast<std::uint64_t>(e.rank), 0, 0});
+            give_up(e, m.state.epoch,
+                    {Role::kHeader, Kind::kAborted, static_cast<std::uint64_t>(e.rank), 0, 0});
     }
-    for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads) m.counts[i] = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
+        m.counts[i] = 0;
     __syncthreads();
     // The sums that the next launch adds to; no CTA of this one reads them.
     const std::int64_t bank = static_cast<std::int64_t>((m.state.epoch + 1) % 2) * layout::kMaxGroups;
-    for (int group = static_cast<int>(blockIdx.x); group < layout::kMaxGroups; group += static_cast<int>(gridDim.x))
+    for (int group = static_cast<int>(blockIdx.x); group < layout::kMaxGroups;
+         group += static_cast<int>(gridDim.x))
         for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
             p.group_counts[(bank + group) * columns + i] = 0;
     if (e.num_ranks == 1 || m.state.failed != 0) return;
@@ -59,7 +63,8 @@ __device__ __forceinline__ void summarise_fault(const RouteParams& p, Kind kind)
 
 // All threads: the chunks that this CTA's tokens are in. CTA 0 walks over all of them, to count them.
 template <int Threads>
-__device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m, const CtaRange& r, TokenIds& ids) {
+__device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m, const CtaRange& r,
+                                            TokenIds& ids) {
     const int most_tokens = m.state.most_tokens;
     const auto blocks = static_cast<int>(layout::num_blocks(most_tokens));
     const auto used_ctas = static_cast<int>(layout::ceil_div(most_tokens, r.range_tokens));
@@ -74,10 +79,14 @@ __device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m
         s.starts_here = s.chunk == 0 ? blockIdx.x == 0 : s.first == chunk_first;
         if (s.first < s.end || (s.chunk == 0 && blockIdx.x == 0)) {
             place_columns<Threads>(p, m, r, s, used_ctas, blocks);
+            Place at = place_in_tile(p, m.state, r.tile_tokens, s.first, s.end);
+            if (!single_tile) ids = tile_ids(p, m.state, at, false);
             for (int first = s.first; first < s.end; first += r.tile_tokens) {
-                const Place at = place_in_tile(p, m.state, r.tile_tokens, first, s.end);
-                if (!single_tile) ids = tile_ids(p, m.state, at, false);
+                const Place next = place_in_tile(p, m.state, r.tile_tokens, first + r.tile_tokens, s.end);
+                const TokenIds next_ids = tile_ids(p, m.state, next, false);
                 place_tile<Threads>(p, m, r, at, ids);
+                at = next;
+                if (!single_tile) ids = next_ids;
             }
         }
         ++s.chunk;
@@ -86,8 +95,8 @@ __device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m
     return s.chunk;
 }
 
-// The whole phase. `shared` has layout::make_route_shared(...).total bytes, aligned to 16. False when the launch ended without
-// tables: a rank refused it, or a wait was given up.
+// The whole phase. `shared` has layout::make_route_shared(...).total bytes, aligned to 16. False when the
+// launch ended without tables: a rank refused it, or a wait was given up.
 template <int Threads>
 __device__ __forceinline__ bool route(const RouteParams& p, std::byte* shared) {
     static_assert(Threads % 32 == 0 && Threads >= 96, "one warp for each of three scans");

@@ -33,8 +33,8 @@ struct Place {
     bool live;  // there is such a token
 };
 
-__device__ __forceinline__ Place place_in_tile(const RouteParams& p, const layout::RouteState& state, int tile_tokens,
-                                               int first, int end) {
+__device__ __forceinline__ Place place_in_tile(const RouteParams& p, const layout::RouteState& state,
+                                               int tile_tokens, int first, int end) {
     const int num_ranks = p.endpoint.num_ranks;
     const int thread = static_cast<int>(threadIdx.x);
     const int token = first + thread / num_ranks;
@@ -44,10 +44,11 @@ __device__ __forceinline__ Place place_in_tile(const RouteParams& p, const layou
 }
 
 // Ids of this thread's token; a single rank reads the caller's and, if told so, reports bad ones.
-__device__ __forceinline__ TokenIds tile_ids(const RouteParams& p, const layout::RouteState& state, const Place& at,
-                                             bool report) {
+__device__ __forceinline__ TokenIds tile_ids(const RouteParams& p, const layout::RouteState& state,
+                                             const Place& at, bool report) {
     if (!at.live) return masked_ids();
-    if (p.endpoint.num_ranks > 1) return published_ids(published_row(p, at.rank, at.token, state.epoch), p.top_k);
+    if (p.endpoint.num_ranks > 1)
+        return published_ids(published_row(p, at.rank, at.token, state.epoch), p.top_k);
     int bad_slot;
     const TokenIds ids = raw_ids(p, at.token, bad_slot);
     if (report && bad_slot >= 0) report_bad_id(p, state.epoch, at.token, bad_slot);
@@ -65,11 +66,13 @@ struct LocalIds {
 };
 
 __device__ __forceinline__ LocalIds local_ids(const RouteParams& p) {
-    return {static_cast<std::uint32_t>(p.endpoint.rank * p.num_local), static_cast<std::uint32_t>(p.num_local)};
+    return {static_cast<std::uint32_t>(p.endpoint.rank * p.num_local),
+            static_cast<std::uint32_t>(p.num_local)};
 }
 
 // Adds one token to the CTA's counts. Sums of integers, so the order of the atomic additions does not matter.
-__device__ __forceinline__ void count_token(const RouteParams& p, std::uint32_t* counts, const TokenIds& ids) {
+__device__ __forceinline__ void count_token(const RouteParams& p, std::uint32_t* counts,
+                                            const TokenIds& ids) {
     const LocalIds local = local_ids(p);
     std::uint32_t rows = 0;
     std::uint32_t first = local.num_local;
@@ -92,24 +95,28 @@ __device__ __forceinline__ void count_token(const RouteParams& p, std::uint32_t*
     const std::uint32_t residents = ptx::ballot(rows > 0);
     if (ptx::lane_id() != 0 || warp_rows == 0) return;
     atomicAdd(counts + layout::column_of_rows(p.num_local), warp_rows);
-    atomicAdd(counts + layout::column_of_residents(p.num_local), static_cast<std::uint32_t>(__popc(residents)));
+    atomicAdd(counts + layout::column_of_residents(p.num_local),
+              static_cast<std::uint32_t>(__popc(residents)));
 }
 
-// All threads: counts the CTA's tokens, and notes what came before each block that starts in its range. `ids` ends as those
-// of the last tile, so that a CTA with one tile need not load them again.
+// All threads: counts the CTA's tokens, and notes what came before each block that starts in its range. `ids`
+// ends as those of the last tile, so that a CTA with one tile need not load them again.
 template <int Threads>
-__device__ __forceinline__ void count_range(const RouteParams& p, RouteMemory& m, const CtaRange& r, TokenIds& ids) {
+__device__ __forceinline__ void count_range(const RouteParams& p, RouteMemory& m, const CtaRange& r,
+                                            TokenIds& ids) {
     const int columns = layout::num_columns(p.num_local);
     TokenIds next = tile_ids(p, m.state, place_in_tile(p, m.state, r.tile_tokens, r.first, r.end), true);
     for (int first = r.first; first < r.end; first += r.tile_tokens) {
         ids = next;
         if (first + r.tile_tokens < r.end)
-            next = tile_ids(p, m.state, place_in_tile(p, m.state, r.tile_tokens, first + r.tile_tokens, r.end), true);
+            next = tile_ids(p, m.state,
+                            place_in_tile(p, m.state, r.tile_tokens, first + r.tile_tokens, r.end), true);
         if (!p.one_chunk && first % layout::kBlockTokens == 0) {
             __syncthreads();
             std::uint32_t* row = p.block_counts + std::int64_t{first / layout::kBlockTokens} * columns;
 #pragma unroll 1
-            for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads) row[i] = m.counts[i];
+            for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
+                row[i] = m.counts[i];
             __syncthreads();
         }
         count_token(p, m.counts, ids);

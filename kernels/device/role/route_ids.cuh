@@ -23,7 +23,8 @@ struct TokenIds {
 __device__ __forceinline__ TokenIds masked_ids() {
     TokenIds ids;
 #pragma unroll
-    for (int i = 0; i < kMaxTopK / 2; ++i) ids.pair[i] = 0xFFFFFFFFu;
+    for (int i = 0; i < kMaxTopK / 2; ++i)
+        ids.pair[i] = 0xFFFFFFFFu;
     return ids;
 }
 
@@ -33,28 +34,32 @@ __device__ __forceinline__ std::int64_t raw_id(const RouteParams& p, std::int64_
 }
 
 __device__ __forceinline__ std::uint32_t raw_weight_bits(const RouteParams& p, std::int64_t pair) {
-    return p.weights_are_bf16
-               ? std::uint32_t{static_cast<const std::uint16_t*>(p.topk_weights)[pair]} << 16
-               : static_cast<const std::uint32_t*>(p.topk_weights)[pair];
+    return p.weights_are_bf16 ? std::uint32_t{static_cast<const std::uint16_t*>(p.topk_weights)[pair]} << 16
+                              : static_cast<const std::uint32_t*>(p.topk_weights)[pair];
 }
 
-// The caller's ids of a token of this rank. Ids out of range are masked; `bad_slot` is the last of them, or -1.
+// The caller's ids of a token of this rank. Ids out of range are masked; `bad_slot` is the last of them, or
+// -1.
 __device__ __forceinline__ TokenIds raw_ids(const RouteParams& p, std::int64_t token, int& bad_slot) {
-    std::int64_t id[kMaxTopK];
-#pragma unroll
-    for (int slot = 0; slot < kMaxTopK; ++slot)
-        if (slot < p.top_k) id[slot] = raw_id(p, token * p.top_k + slot);
     TokenIds ids = masked_ids();
     bad_slot = -1;
+    // Half of the slots at a time: as 64-bit numbers all would take 32 registers.
 #pragma unroll
-    for (int slot = 0; slot < kMaxTopK; ++slot) {
-        if (slot >= p.top_k) continue;
-        if (id[slot] >= 0 && id[slot] < p.num_experts) {
-            const auto narrow = static_cast<std::uint32_t>(id[slot]);
-            ids.pair[slot / 2] = slot % 2 == 0 ? (ids.pair[slot / 2] & 0xFFFF0000u) | narrow
-                                               : (ids.pair[slot / 2] & 0xFFFFu) | narrow << 16;
-        } else if (id[slot] != -1) {
-            bad_slot = slot;
+    for (int half = 0; half < kMaxTopK; half += kMaxTopK / 2) {
+        if (half >= p.top_k) break;
+        std::int64_t id[kMaxTopK / 2];
+#pragma unroll
+        for (int i = 0; i < kMaxTopK / 2; ++i)
+            id[i] = half + i < p.top_k ? raw_id(p, token * p.top_k + half + i) : -1;
+#pragma unroll
+        for (int i = 0; i < kMaxTopK / 2; ++i) {
+            std::uint32_t& pair = ids.pair[(half + i) / 2];
+            if (id[i] >= 0 && id[i] < p.num_experts) {
+                const auto narrow = static_cast<std::uint32_t>(id[i]);
+                pair = i % 2 == 0 ? (pair & 0xFFFF0000u) | narrow : (pair & 0xFFFFu) | narrow << 16;
+            } else if (id[i] != -1) {
+                bad_slot = half + i;
+            }
         }
     }
     return ids;
@@ -76,7 +81,8 @@ __device__ __forceinline__ TokenIds published_ids(const std::uint16_t* row, int 
     } else if (top_k % 2 == 0) {
 #pragma unroll
         for (int i = 0; i < kMaxTopK / 2; ++i)
-            if (i * 2 < top_k) ids.pair[i] = ptx::load_relaxed_sys(reinterpret_cast<const std::uint32_t*>(row) + i);
+            if (i * 2 < top_k)
+                ids.pair[i] = ptx::load_relaxed_sys(reinterpret_cast<const std::uint32_t*>(row) + i);
     } else {
 #pragma unroll
         for (int i = 0; i < kMaxTopK / 2; ++i) {
@@ -103,8 +109,8 @@ __device__ __forceinline__ void store_ids(std::uint16_t* row, const TokenIds& id
     }
 }
 
-__device__ __forceinline__ const std::uint16_t* published_row(const RouteParams& p, int rank, std::int64_t token,
-                                                              std::uint64_t epoch) {
+__device__ __forceinline__ const std::uint16_t* published_row(const RouteParams& p, int rank,
+                                                              std::int64_t token, std::uint64_t epoch) {
     const std::int64_t bank = p.ids + static_cast<std::int64_t>(epoch % 2) * p.ids_bank;
     return p.endpoint.at<std::uint16_t>(rank, bank) + token * p.top_k;
 }
@@ -116,9 +122,9 @@ __device__ __forceinline__ float* published_weights(const RouteParams& p, int ra
 }
 
 // Bits of the fp32 weight of a slot. A single rank publishes nothing and reads the caller's tensors.
-__device__ __forceinline__ std::uint32_t weight_bits(const RouteParams& p, int rank, std::int64_t token, int slot,
-                                                     std::uint64_t epoch) {
-    if (p.topk_weights == nullptr) return 0;
+__device__ __forceinline__ std::uint32_t weight_bits(const RouteParams& p, int rank, std::int64_t token,
+                                                     int slot, std::uint64_t epoch) {
+    if (!p.weighted) return 0;
     if (p.endpoint.num_ranks == 1) return raw_weight_bits(p, token * p.top_k + slot);
     return ptx::load_relaxed_sys(
         reinterpret_cast<const std::uint32_t*>(published_weights(p, rank, token, epoch)) + slot);

@@ -5,12 +5,12 @@
 
 namespace mega_moe::device {
 
-// Parameters of the routing phase. Pointers without another word are into the workspace, see layout/workspace.h; offsets are
-// into each rank's symmetric buffer, see layout/symmetric.h.
+// Parameters of the routing phase. Pointers without another word are into the workspace, see
+// layout/workspace.h; offsets are into each rank's symmetric buffer, see layout/symmetric.h.
 struct RouteParams {
     Endpoint endpoint;
     const void* topk_idx;      // the caller's, int32 or int64 [num_tokens, top_k]
-    const void* topk_weights;  // the caller's, fp32 or bf16 [num_tokens, top_k], or null
+    const void* topk_weights;  // the caller's, fp32 or bf16 [num_tokens, top_k]; only when `weighted`
     std::int32_t* summary;     // the caller's, layout::summary_length words
     std::int64_t headers;
     std::int64_t block_flags;
@@ -40,6 +40,7 @@ struct RouteParams {
     bool one_chunk;  // the limit holds all rows that can come
     bool idx_is_64_bit;
     bool weights_are_bf16;
+    bool weighted;
     bool refuse;  // tell the others that this rank does not take part
 };
 

@@ -4,7 +4,8 @@
 #include "device/ptx/warp.cuh"
 #include "device/role/route_scan.cuh"
 
-// The entries of a tile: each warp ranks its tokens by expert, the CTA sums over its warps, each thread writes.
+// The entries of a tile: each warp ranks its tokens by expert, the CTA sums over its warps, each thread
+// writes.
 namespace mega_moe::device {
 
 // Number of a token's rows that come before it in its warp, by slot: 16 bits each, two in a register.
@@ -29,10 +30,13 @@ struct Ranked {
     std::uint32_t rank_of_last;
 };
 
-// A token that names an expert twice has two rows there, which lane masks cannot count: one lane after the other then.
-__device__ __forceinline__ void rank_serially(const RouteParams& p, std::uint32_t* row, const TokenIds& ids, Ranked& r) {
+// A token that names an expert twice has two rows there, which lane masks cannot count: one lane after the
+// other then.
+__device__ __forceinline__ void rank_serially(const RouteParams& p, std::uint32_t* row, const TokenIds& ids,
+                                              Ranked& r) {
     const LocalIds local = local_ids(p);
-    for (int i = static_cast<int>(ptx::lane_id()); i < p.num_local; i += 32) row[i] = 0;
+    for (int i = static_cast<int>(ptx::lane_id()); i < p.num_local; i += 32)
+        row[i] = 0;
     __syncwarp();
     for (std::uint32_t lane = 0; lane < 32; ++lane) {
         if (ptx::lane_id() == lane) {
@@ -40,8 +44,10 @@ __device__ __forceinline__ void rank_serially(const RouteParams& p, std::uint32_
             for (int slot = 0; slot < kMaxTopK; ++slot) {
                 if (slot >= p.top_k) break;
                 const std::uint32_t expert = local(ids[slot]);
-                if (local.holds(expert)) r.slots.set(slot, row[expert]++);
-                else r.slots.set(slot, 0);
+                if (local.holds(expert))
+                    r.slots.set(slot, row[expert]++);
+                else
+                    r.slots.set(slot, 0);
             }
         }
         __syncwarp();
@@ -49,12 +55,14 @@ __device__ __forceinline__ void rank_serially(const RouteParams& p, std::uint32_
 }
 
 // One warp, over its row of m.rows: leaves there how many rows or tokens of the warp each column has.
-__device__ __forceinline__ Ranked rank_in_warp(const RouteParams& p, std::uint32_t* row, const TokenIds& ids) {
+__device__ __forceinline__ Ranked rank_in_warp(const RouteParams& p, std::uint32_t* row,
+                                               const TokenIds& ids) {
     const LocalIds local = local_ids(p);
     const int columns = 3 * p.num_local;
     const auto lane = static_cast<int>(ptx::lane_id());
 #pragma unroll 1
-    for (int i = lane; i < columns; i += 32) row[i] = 0;
+    for (int i = lane; i < columns; i += 32)
+        row[i] = 0;
     __syncwarp();
     Ranked r{};
     r.first = local.num_local;
@@ -79,7 +87,9 @@ __device__ __forceinline__ Ranked rank_in_warp(const RouteParams& p, std::uint32
     __syncwarp();
     const bool serial = ptx::any(twice != 0);
     const std::uint32_t lower = ptx::lower_lanes();
-    const auto ranked = [&](std::uint32_t lanes) { return static_cast<std::uint32_t>(__popc(lanes & lower)); };
+    const auto ranked = [&](std::uint32_t lanes) {
+        return static_cast<std::uint32_t>(__popc(lanes & lower));
+    };
     if (!serial) {
 #pragma unroll
         for (int slot = 0; slot < kMaxTopK; ++slot) {
@@ -103,7 +113,8 @@ __device__ __forceinline__ Ranked rank_in_warp(const RouteParams& p, std::uint32
     return r;
 }
 
-// All threads: turns the counts of each warp into where its next entries go, and moves the CTA's on to the next tile.
+// All threads: turns the counts of each warp into where its next entries go, and moves the CTA's on to the
+// next tile.
 template <int Threads>
 __device__ __forceinline__ void place_warps(const RouteParams& p, RouteMemory& m, int warps) {
     const int stride = layout::row_stride(p.num_local);
@@ -120,8 +131,9 @@ __device__ __forceinline__ void place_warps(const RouteParams& p, RouteMemory& m
     }
 }
 
-__device__ __forceinline__ void write_entries(const RouteParams& p, const std::uint32_t* row, const TokenIds& ids,
-                                              const Ranked& r, const Place& at, std::uint64_t epoch) {
+__device__ __forceinline__ void write_entries(const RouteParams& p, const std::uint32_t* row,
+                                              const TokenIds& ids, const Ranked& r, const Place& at,
+                                              std::uint64_t epoch) {
     const LocalIds local = local_ids(p);
     const auto token = static_cast<std::uint32_t>(at.token);
     const auto rank = static_cast<std::uint32_t>(at.rank);
@@ -145,8 +157,8 @@ __device__ __forceinline__ void write_entries(const RouteParams& p, const std::u
 
 // All threads: the tile of tokens [first, first + tile_tokens), of which those below `end` are in the chunk.
 template <int Threads>
-__device__ __forceinline__ void place_tile(const RouteParams& p, RouteMemory& m, const CtaRange& range, const Place& at,
-                                           const TokenIds& ids) {
+__device__ __forceinline__ void place_tile(const RouteParams& p, RouteMemory& m, const CtaRange& range,
+                                           const Place& at, const TokenIds& ids) {
     const int warps = (range.tile_tokens * p.endpoint.num_ranks + 31) / 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     std::uint32_t* row = m.rows + warp * layout::row_stride(p.num_local);

@@ -8,12 +8,14 @@
 #include "device/role/route_ids.cuh"
 #include "layout/route_shared.h"
 
-// What ranks tell one another at the start of a launch: a header with their number of tokens, then the ids by blocks.
+// What ranks tell one another at the start of a launch: a header with their number of tokens, then the ids by
+// blocks.
 namespace mega_moe::device {
 
 using layout::RouteState;
 
-__device__ __forceinline__ void report_bad_id(const RouteParams& p, std::uint64_t epoch, std::int64_t token, int slot) {
+__device__ __forceinline__ void report_bad_id(const RouteParams& p, std::uint64_t epoch, std::int64_t token,
+                                              int slot) {
     const std::int64_t pair = token * p.top_k + slot;
     ptx::max_relaxed_gpu(p.endpoint.sync + layout::kBadIdEpochWord, epoch);
     write_record(p.endpoint, epoch,
@@ -28,11 +30,13 @@ __device__ __forceinline__ void send_header(const RouteParams& p, std::uint64_t 
     const std::uint64_t header =
         layout::encode_header(epoch, p.refuse, static_cast<std::uint64_t>(p.num_tokens));
     ptx::store_relaxed_sys(
-        e.at<std::uint64_t>(threadIdx.x, p.headers) + epoch % 2 * static_cast<unsigned>(e.num_ranks) + e.rank, header);
+        e.at<std::uint64_t>(threadIdx.x, p.headers) + epoch % 2 * static_cast<unsigned>(e.num_ranks) + e.rank,
+        header);
 }
 
-__device__ __forceinline__ void publish_weights(const RouteParams& p, std::int64_t token, std::uint64_t epoch) {
-    if (p.topk_weights == nullptr) return;
+__device__ __forceinline__ void publish_weights(const RouteParams& p, std::int64_t token,
+                                                std::uint64_t epoch) {
+    if (!p.weighted) return;
     auto* row = reinterpret_cast<std::uint32_t*>(published_weights(p, p.endpoint.rank, token, epoch));
     std::uint32_t bits[kMaxTopK];
 #pragma unroll
@@ -42,7 +46,8 @@ __device__ __forceinline__ void publish_weights(const RouteParams& p, std::int64
 #pragma unroll
         for (int i = 0; i < kMaxTopK / 4; ++i)
             if (i * 4 < p.top_k)
-                reinterpret_cast<uint4*>(row)[i] = {bits[4 * i], bits[4 * i + 1], bits[4 * i + 2], bits[4 * i + 3]};
+                reinterpret_cast<uint4*>(row)[i] = {bits[4 * i], bits[4 * i + 1], bits[4 * i + 2],
+                                                    bits[4 * i + 3]};
     } else {
 #pragma unroll
         for (int slot = 0; slot < kMaxTopK; ++slot)
@@ -50,7 +55,8 @@ __device__ __forceinline__ void publish_weights(const RouteParams& p, std::int64
     }
 }
 
-// This CTA's share of the blocks: ids and weights into the own buffer, then a flag to every rank for each block.
+// This CTA's share of the blocks: ids and weights into the own buffer, then a flag to every rank for each
+// block.
 template <int Threads>
 __device__ __forceinline__ void publish_blocks(const RouteParams& p, std::uint64_t epoch) {
     const Endpoint& e = p.endpoint;
@@ -72,15 +78,16 @@ __device__ __forceinline__ void publish_blocks(const RouteParams& p, std::uint64
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < (end - first) * e.num_ranks; i += Threads) {
         const std::int64_t block = first + i / e.num_ranks;
-        std::uint64_t* flag = e.at<std::uint64_t>(i % e.num_ranks, p.block_flags) +
-                              std::int64_t{e.rank} * p.max_blocks + block;
+        std::uint64_t* flag =
+            e.at<std::uint64_t>(i % e.num_ranks, p.block_flags) + std::int64_t{e.rank} * p.max_blocks + block;
         // The fence covers what the other threads of the CTA wrote before they met this one.
         ptx::fence_sys();
         ptx::store_release_sys(flag, epoch);
     }
 }
 
-// Warp 0. The one wait whose limit is that of arrival: until all headers are here, some rank may not have launched.
+// Warp 0. The one wait whose limit is that of arrival: until all headers are here, some rank may not have
+// launched.
 __device__ __forceinline__ void await_headers(const RouteParams& p, RouteState& state) {
     const Endpoint& e = p.endpoint;
     const auto peer = static_cast<int>(ptx::lane_id());
@@ -100,8 +107,9 @@ __device__ __forceinline__ void await_headers(const RouteParams& p, RouteState& 
     const bool refused = met && (header & layout::kHeaderRefused) != 0;
     const auto tokens = static_cast<std::uint32_t>(header & layout::kHeaderTokens);
     if (refused && peer != e.rank)
-        write_record(e, epoch, {Role::kHeader, Kind::kRefused, static_cast<std::uint64_t>(peer), tokens,
-                                static_cast<std::uint64_t>(p.max_tokens)});
+        write_record(e, epoch,
+                     {Role::kHeader, Kind::kRefused, static_cast<std::uint64_t>(peer), tokens,
+                      static_cast<std::uint64_t>(p.max_tokens)});
     const bool failed = ptx::any(!met);
     const std::uint32_t refusals = ptx::ballot(refused);
     const std::uint32_t most = ptx::largest(refused ? 0 : tokens);

@@ -8,8 +8,8 @@
 // Where the entries of a CTA go, from the counts of all CTAs. Runs after the grid barrier.
 namespace mega_moe::device {
 
-// Exclusive sums of values [0, count), in place, by one warp; `Padded` rounds each value up to whole row blocks first.
-// Returns the sum of all, to every lane.
+// Exclusive sums of values [0, count), in place, by one warp; `Padded` rounds each value up to whole row
+// blocks first. Returns the sum of all, to every lane.
 template <bool Padded>
 __device__ __forceinline__ std::uint32_t warp_exclusive_sums(std::uint32_t* values, int count) {
     const auto padded = [](std::uint32_t v) {
@@ -20,7 +20,8 @@ __device__ __forceinline__ std::uint32_t warp_exclusive_sums(std::uint32_t* valu
     const int first = min(static_cast<int>(ptx::lane_id()) * run, count);
     const int end = min(first + run, count);
     std::uint32_t own = 0;
-    for (int i = first; i < end; ++i) own += padded(values[i]);
+    for (int i = first; i < end; ++i)
+        own += padded(values[i]);
     const std::uint32_t up_to = ptx::inclusive_sum(own);
     std::uint32_t before = up_to - own;
     for (int i = first; i < end; ++i) {
@@ -31,8 +32,8 @@ __device__ __forceinline__ std::uint32_t warp_exclusive_sums(std::uint32_t* valu
     return ptx::from_lane(up_to, 31);
 }
 
-// Sum of `rows` words of a column. Eight loads are in flight at a time: more would not fit into the registers of a thread of
-// the largest CTA.
+// Sum of `rows` words of a column. Eight loads are in flight at a time: more would not fit into the registers
+// of a thread of the largest CTA.
 __device__ __forceinline__ std::uint32_t sum_column(const std::uint32_t* column, int stride, int rows) {
     std::uint32_t total = 0;
 #pragma unroll 1
@@ -42,7 +43,8 @@ __device__ __forceinline__ std::uint32_t sum_column(const std::uint32_t* column,
         for (int i = 0; i < 8; ++i)
             v[i] = first + i < rows ? ptx::load_relaxed_gpu(column + std::int64_t{first + i} * stride) : 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) total += v[i];
+        for (int i = 0; i < 8; ++i)
+            total += v[i];
     }
     return total;
 }
@@ -55,8 +57,7 @@ struct ColumnSums {
     int used_ctas;
 
     __device__ __forceinline__ std::uint32_t all() const {
-        return sum_column(groups, columns,
-                                              (used_ctas + layout::kCtasPerGroup - 1) / layout::kCtasPerGroup);
+        return sum_column(groups, columns, (used_ctas + layout::kCtasPerGroup - 1) / layout::kCtasPerGroup);
     }
     // Of the CTAs before one.
     __device__ __forceinline__ std::uint32_t before(int cta) const {
@@ -67,7 +68,8 @@ struct ColumnSums {
     }
 };
 
-__device__ __forceinline__ ColumnSums column_sums(const RouteParams& p, std::uint64_t epoch, int used_ctas, int column) {
+__device__ __forceinline__ ColumnSums column_sums(const RouteParams& p, std::uint64_t epoch, int used_ctas,
+                                                  int column) {
     const int columns = layout::num_columns(p.num_local);
     const std::int64_t bank = static_cast<std::int64_t>(epoch % 2) * layout::kMaxGroups;
     return {p.group_counts + bank * columns + column, p.cta_counts + column, columns, used_ctas};
@@ -75,8 +77,8 @@ __device__ __forceinline__ ColumnSums column_sums(const RouteParams& p, std::uin
 
 // All threads: rows before each block and of all, from which every CTA finds the same chunk cuts.
 template <int Threads>
-__device__ __forceinline__ void sum_blocks(const RouteParams& p, RouteMemory& m, const CtaRange& r, int used_ctas,
-                                           int blocks) {
+__device__ __forceinline__ void sum_blocks(const RouteParams& p, RouteMemory& m, const CtaRange& r,
+                                           int used_ctas, int blocks) {
     const int columns = layout::num_columns(p.num_local);
     const int rows = layout::column_of_rows(p.num_local);
 #pragma unroll 1
@@ -91,7 +93,8 @@ __device__ __forceinline__ void sum_blocks(const RouteParams& p, RouteMemory& m,
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < blocks; i += Threads) {
         const int cta = i * layout::kBlockTokens / r.range_tokens;
-        m.before[i] = m.cta_rows[cta] + ptx::load_relaxed_gpu(p.block_counts + std::int64_t{i} * columns + rows);
+        m.before[i] =
+            m.cta_rows[cta] + ptx::load_relaxed_gpu(p.block_counts + std::int64_t{i} * columns + rows);
     }
     __syncthreads();
 }
@@ -123,10 +126,11 @@ struct Segment {
     bool starts_here;  // the CTA writes the chunk's tables
 };
 
-// All threads: leaves in m.counts where the CTA's next entry of each column goes, and writes the chunk's tables.
+// All threads: leaves in m.counts where the CTA's next entry of each column goes, and writes the chunk's
+// tables.
 template <int Threads>
-__device__ __forceinline__ void place_columns(const RouteParams& p, RouteMemory& m, const CtaRange& r, const Segment& s,
-                                              int used_ctas, int blocks) {
+__device__ __forceinline__ void place_columns(const RouteParams& p, RouteMemory& m, const CtaRange& r,
+                                              const Segment& s, int used_ctas, int blocks) {
     const int num_local = p.num_local;
     const int columns = layout::num_columns(num_local);
     const int thread = static_cast<int>(threadIdx.x);
@@ -144,7 +148,8 @@ __device__ __forceinline__ void place_columns(const RouteParams& p, RouteMemory&
         if (i < 3 * num_local) {
             m.counts[i] = own - start;
             m.rows[i] = end - start;
-            if (s.starts_here && i < num_local) p.expert_rows[table + i] = static_cast<std::int32_t>(end - start);
+            if (s.starts_here && i < num_local)
+                p.expert_rows[table + i] = static_cast<std::int32_t>(end - start);
         } else if (i == layout::column_of_rows(num_local)) {
             m.counts[i] = own;
             m.state.rows_before = start;

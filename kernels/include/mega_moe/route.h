@@ -33,22 +33,24 @@ struct LayoutTable {
     std::int64_t total;
 };
 
-// The part of each rank that its peers reach; and the rank's own memory. Both 256-byte aligned and zero at first.
+// The part of each rank that its peers reach; and the rank's own memory. Both 256-byte aligned and zero at
+// first.
 LayoutTable symmetric_layout(const RouteShape& shape) noexcept;
 LayoutTable workspace_layout(const RouteShape& shape) noexcept;
-// Padded rows that the smallest and the largest useful pool have: one block of tokens, and everything at once.
+// Padded rows that the smallest and the largest useful pool have: one block of tokens, and everything at
+// once.
 std::int64_t smallest_pool_rows(const RouteShape& shape) noexcept;
 std::int64_t largest_pool_rows(const RouteShape& shape) noexcept;
 // int32 words that a launch reports, and those of a record in pinned memory, which are int64.
 std::int64_t route_summary_length(const RouteShape& shape) noexcept;
 std::int64_t route_record_words() noexcept;
 
-// Builds the routing tables of one rank. All pointers are device addresses on `device`, `record` excepted, which is pinned
-// host memory. Extents and peers are checked by the caller.
+// Builds the routing tables of one rank. All pointers are device addresses on `device`, `record` excepted,
+// which is pinned host memory. Extents and peers are checked by the caller.
 struct RouteProblem {
     RouteShape shape;
     const void* topk_idx;         // int32 or int64 [num_tokens, top_k]
-    const void* topk_weights;     // fp32 or bf16 [num_tokens, top_k], or null
+    const void* topk_weights;     // fp32 or bf16 [num_tokens, top_k]; unused unless `weighted`
     std::int32_t* summary;        // route_summary_length words
     const std::int64_t* buffers;  // [num_ranks]: addresses of the symmetric buffers
     void* workspace;
@@ -60,7 +62,8 @@ struct RouteProblem {
     std::int64_t progress_ns;
     bool idx_is_64_bit;
     bool weights_are_bf16;
-    bool refuse;  // take no part, and tell the others: num_tokens is over max_tokens
+    bool weighted;  // the slots get weights; equal on all ranks
+    bool refuse;    // take no part, and tell the others: num_tokens is over max_tokens
     int device;
     void* stream;  // cudaStream_t
 };

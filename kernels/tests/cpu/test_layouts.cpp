@@ -6,8 +6,8 @@
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 
-// The layouts of the symmetric buffer and of the workspace for 1, 2, 8 and 32 ranks: printed, and held against what the parts
-// need.
+// The layouts of the symmetric buffer and of the workspace for 1, 2, 8 and 32 ranks: printed, and held
+// against what the parts need.
 namespace {
 
 namespace layout = mega_moe::layout;
@@ -51,12 +51,13 @@ void check_parts(const layout::Layout<Count>& l, bool canaries) {
     std::int64_t next = gap;
     for (const layout::Part& part : l.parts) {
         CHECK(part.name != nullptr, "a part without a name");
-        CHECK(part.offset == next, "%s starts at %lld, want %lld", part.name, static_cast<long long>(part.offset),
-              static_cast<long long>(next));
+        CHECK(part.offset == next, "%s starts at %lld, want %lld", part.name,
+              static_cast<long long>(part.offset), static_cast<long long>(next));
         CHECK(part.offset % layout::kPartAlignment == 0 && part.bytes >= 0, "%s", part.name);
         next = part.offset + layout::align_part(part.bytes) + gap;
     }
-    CHECK(l.total == next, "total is %lld, want %lld", static_cast<long long>(l.total), static_cast<long long>(next));
+    CHECK(l.total == next, "total is %lld, want %lld", static_cast<long long>(l.total),
+          static_cast<long long>(next));
 }
 
 void test_chunks() {
@@ -86,7 +87,8 @@ void test_work() {
                 for (const std::int64_t tokens : {0, 1, 127, 2048, 16384, 32768, 1048575}) {
                     const layout::Work w = layout::split_work(tokens, ctas, threads, ranks);
                     CHECK(std::int64_t{w.range_tokens} * ctas >= tokens, "tokens left over");
-                    CHECK(w.range_tokens % w.tile_tokens == 0 && layout::kBlockTokens % w.tile_tokens == 0, "tiles");
+                    CHECK(w.range_tokens % w.tile_tokens == 0 && layout::kBlockTokens % w.tile_tokens == 0,
+                          "tiles");
                     CHECK(w.tile_tokens * ranks <= threads, "a tile has more tokens than threads");
                 }
 }
@@ -95,8 +97,9 @@ void test_work() {
 
 void test_layouts() {
     for (const std::int64_t ranks : {1, 2, 8, 32}) {
-        std::printf("%lld ranks, %lld tokens, top %lld of %lld experts, hidden %lld\n", static_cast<long long>(ranks),
-                    static_cast<long long>(kTokens), static_cast<long long>(kTopK), static_cast<long long>(kExperts),
+        std::printf("%lld ranks, %lld tokens, top %lld of %lld experts, hidden %lld\n",
+                    static_cast<long long>(ranks), static_cast<long long>(kTokens),
+                    static_cast<long long>(kTopK), static_cast<long long>(kExperts),
                     static_cast<long long>(kHidden));
         print("symmetric", layout::make_symmetric(symmetric(ranks)));
         print("workspace", layout::make_workspace(workspace(ranks, whole_pool(ranks))));

@@ -52,7 +52,8 @@ void check_canaries(const std::uint8_t* base, const mega_moe::LayoutTable& table
     std::int64_t next = 0;
     for (int i = 0; i <= table.count; ++i) {
         const std::int64_t end = i < table.count ? table.parts[i].offset : table.total;
-        for (; next < end; ++next) CHECK(base[next] == kPoison, "byte %lld was written", static_cast<long long>(next));
+        for (; next < end; ++next)
+            CHECK(base[next] == kPoison, "byte %lld was written", static_cast<long long>(next));
         if (i < table.count) next = table.parts[i].offset + table.parts[i].bytes;
     }
 }
@@ -75,7 +76,8 @@ struct World {
             poison(aligned(rank.workspace), workspace, {layout::kSync, layout::kGroupCounts});
             rank.record.assign(static_cast<std::size_t>(mega_moe::route_record_words()), 0);
             rank.summary.assign(static_cast<std::size_t>(mega_moe::route_summary_length(s)), -7);
-            addresses.push_back(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(aligned(rank.symmetric))));
+            addresses.push_back(
+                static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(aligned(rank.symmetric))));
         }
     }
 
@@ -110,13 +112,16 @@ struct World {
             problem.arrival_ns = 200'000'000;
             problem.progress_ns = 100'000'000;
             problem.idx_is_64_bit = true;
+            problem.weighted = true;
             problem.refuse = static_cast<int>(r) == refusing;
             if (problem.refuse) problem.num_tokens = shape.max_tokens + 5;
             params.push_back(mega_moe::make_route_params(problem));
             if (!present.empty() && !present[r]) continue;
             const mega_moe::device::RouteParams& p = params.back();
-            const auto shared = static_cast<std::size_t>(
-                layout::make_route_shared(kThreads, p.endpoint.num_ranks, p.num_local, p.max_blocks, p.one_chunk).total);
+            const auto shared =
+                static_cast<std::size_t>(layout::make_route_shared(kThreads, p.endpoint.num_ranks,
+                                                                   p.num_local, p.max_blocks, p.one_chunk)
+                                             .total);
             grids.push_back({ctas[r % ctas.size()], kThreads, shared,
                              [&p](std::byte* memory) { mega_moe::device::route<kThreads>(p, memory); }});
         }
@@ -131,7 +136,8 @@ void check_tables(World& world, std::size_t rank, const Ids& ids) {
     const std::int64_t first_expert = static_cast<std::int64_t>(rank) * num_local;
     const auto tokens_of = [&](std::size_t r) { return static_cast<std::int64_t>(ids[r].size()) / s.top_k; };
     std::int64_t most = 0;
-    for (std::size_t r = 0; r < ids.size(); ++r) most = std::max(most, tokens_of(r));
+    for (std::size_t r = 0; r < ids.size(); ++r)
+        most = std::max(most, tokens_of(r));
     const auto local = [&](std::size_t r, std::int64_t token, std::int64_t slot) {
         const std::int64_t id = ids[r][static_cast<std::size_t>(token * s.top_k + slot)];
         return id < 0 || id >= s.num_experts ? -1 : id - first_expert;
@@ -157,8 +163,8 @@ void check_tables(World& world, std::size_t rank, const Ids& ids) {
     cuts.push_back(static_cast<std::int64_t>(rows_of_block.size()));
     const auto chunks = static_cast<std::int64_t>(cuts.size()) - 1;
     const std::int32_t* summary = world.ranks[rank].summary.data();
-    CHECK(summary[layout::kSummaryChunks] == chunks, "chunks: got %d, want %lld", summary[layout::kSummaryChunks],
-          static_cast<long long>(chunks));
+    CHECK(summary[layout::kSummaryChunks] == chunks, "chunks: got %d, want %lld",
+          summary[layout::kSummaryChunks], static_cast<long long>(chunks));
 
     using Key = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // token, source rank, slot
     std::vector<std::int64_t> all_rows(static_cast<std::size_t>(3 * num_local + 2), 0);
@@ -196,21 +202,28 @@ void check_tables(World& world, std::size_t rank, const Ids& ids) {
         const std::int64_t table = c * num_local;
         for (std::int64_t e = 0; e < num_local; ++e) {
             const auto& list = by_expert[static_cast<std::size_t>(e)];
-            CHECK(world.part<std::int32_t>(rank, layout::kExpertRows)[table + e] == static_cast<int>(list.size()),
+            CHECK(world.part<std::int32_t>(rank, layout::kExpertRows)[table + e] ==
+                      static_cast<int>(list.size()),
                   "rows of expert %lld in chunk %lld: got %d, want %zu", static_cast<long long>(e),
-                  static_cast<long long>(c), world.part<std::int32_t>(rank, layout::kExpertRows)[table + e], list.size());
-            CHECK(world.part<std::int32_t>(rank, layout::kExpertSlots)[table + e] == slot, "first slot of an expert");
+                  static_cast<long long>(c), world.part<std::int32_t>(rank, layout::kExpertRows)[table + e],
+                  list.size());
+            CHECK(world.part<std::int32_t>(rank, layout::kExpertSlots)[table + e] == slot,
+                  "first slot of an expert");
             for (std::size_t i = 0; i < list.size(); ++i) {
                 const auto [t, r, k] = list[i];
-                const std::uint64_t entry = world.part<std::uint64_t>(rank, layout::kSlots)[slot + static_cast<std::int64_t>(i)];
-                const auto want = layout::encode_source(static_cast<std::uint32_t>(t), static_cast<std::uint32_t>(r),
-                                                        static_cast<std::uint32_t>(k));
+                const std::uint64_t entry =
+                    world.part<std::uint64_t>(rank, layout::kSlots)[slot + static_cast<std::int64_t>(i)];
+                const auto want =
+                    layout::encode_source(static_cast<std::uint32_t>(t), static_cast<std::uint32_t>(r),
+                                          static_cast<std::uint32_t>(k));
                 CHECK(static_cast<std::uint32_t>(entry) == want, "slot %lld of expert %lld: got %x, want %x",
-                      static_cast<long long>(i), static_cast<long long>(e), static_cast<std::uint32_t>(entry), want);
+                      static_cast<long long>(i), static_cast<long long>(e), static_cast<std::uint32_t>(entry),
+                      want);
                 const auto bits = static_cast<std::uint32_t>(entry >> 32);
                 float weight;
                 std::memcpy(&weight, &bits, 4);
-                CHECK(weight == world.ranks[static_cast<std::size_t>(r)].weights[static_cast<std::size_t>(t * s.top_k + k)],
+                CHECK(weight == world.ranks[static_cast<std::size_t>(r)]
+                                    .weights[static_cast<std::size_t>(t * s.top_k + k)],
                       "weight of a slot");
                 slot_of[{t, r, k}] = slot + static_cast<std::int64_t>(i);
             }
@@ -221,32 +234,39 @@ void check_tables(World& world, std::size_t rank, const Ids& ids) {
         CHECK((slot) * 8 <= world.workspace.parts[layout::kSlots].bytes, "slots overflow their table");
         for (const bool last : {false, true}) {
             const auto& lists = last ? by_last : by_first;
-            const auto* starts = world.part<std::int32_t>(rank, last ? layout::kPushStarts : layout::kPullStarts);
-            const auto* entries = world.part<std::uint64_t>(rank, last ? layout::kPushList : layout::kPullList);
+            const auto* starts =
+                world.part<std::int32_t>(rank, last ? layout::kPushStarts : layout::kPullStarts);
+            const auto* entries =
+                world.part<std::uint64_t>(rank, last ? layout::kPushList : layout::kPullList);
             std::int64_t at = residents_before;
             for (std::int64_t e = 0; e < num_local; ++e) {
                 CHECK(starts[table + e] == at, "start of a list: got %d, want %lld", starts[table + e],
                       static_cast<long long>(at));
                 const auto& list = lists[static_cast<std::size_t>(e)];
-                all_rows[static_cast<std::size_t>((last ? 2 : 1) * num_local + e)] += static_cast<std::int64_t>(list.size());
+                all_rows[static_cast<std::size_t>((last ? 2 : 1) * num_local + e)] +=
+                    static_cast<std::int64_t>(list.size());
                 for (const auto& [t, r, count] : list) {
                     const std::uint64_t entry = entries[at++];
                     CHECK(static_cast<std::uint32_t>(entry) ==
-                              layout::encode_source(static_cast<std::uint32_t>(t), static_cast<std::uint32_t>(r),
+                              layout::encode_source(static_cast<std::uint32_t>(t),
+                                                    static_cast<std::uint32_t>(r),
                                                     static_cast<std::uint32_t>(count - 1)),
                           "entry of a list");
-                    const std::uint32_t* slots = world.part<std::uint32_t>(rank, layout::kSlotList) + (entry >> 32);
+                    const std::uint32_t* slots =
+                        world.part<std::uint32_t>(rank, layout::kSlotList) + (entry >> 32);
                     for (std::int64_t k = 0; k < s.top_k; ++k)
                         if (held(local(static_cast<std::size_t>(r), t, k)))
                             CHECK(*slots++ == slot_of[Key(t, r, k)], "slots of a resident token");
                 }
             }
         }
-        const std::int32_t* row = world.part<std::int32_t>(rank, layout::kChunkTable) + c * layout::kChunkWords;
-        const std::int64_t want[] = {begin, end, first_slot, slot - first_slot, rows, residents_before, residents};
+        const std::int32_t* row =
+            world.part<std::int32_t>(rank, layout::kChunkTable) + c * layout::kChunkWords;
+        const std::int64_t want[] = {begin,    end, first_slot, slot - first_slot, rows, residents_before,
+                                     residents};
         for (int i = 0; i < layout::kChunkResidents + 1; ++i)
-            CHECK(row[i] == want[i], "word %d of chunk %lld: got %d, want %lld", i, static_cast<long long>(c), row[i],
-                  static_cast<long long>(want[i]));
+            CHECK(row[i] == want[i], "word %d of chunk %lld: got %d, want %lld", i, static_cast<long long>(c),
+                  row[i], static_cast<long long>(want[i]));
         rows_before += rows;
         residents_before += residents;
     }
@@ -254,16 +274,18 @@ void check_tables(World& world, std::size_t rank, const Ids& ids) {
     all_rows[static_cast<std::size_t>(3 * num_local + 1)] = residents_before;
     for (std::size_t i = 0; i < all_rows.size(); ++i)
         CHECK(summary[layout::kSummaryWords + s.num_ranks + static_cast<std::int64_t>(i)] == all_rows[i],
-              "column %zu: got %d, want %lld", i, summary[layout::kSummaryWords + s.num_ranks + static_cast<std::int64_t>(i)],
+              "column %zu: got %d, want %lld", i,
+              summary[layout::kSummaryWords + s.num_ranks + static_cast<std::int64_t>(i)],
               static_cast<long long>(all_rows[i]));
     for (std::size_t r = 0; r < ids.size(); ++r)
-        CHECK(summary[layout::kSummaryWords + static_cast<std::int64_t>(r)] == tokens_of(r), "tokens of a rank");
+        CHECK(summary[layout::kSummaryWords + static_cast<std::int64_t>(r)] == tokens_of(r),
+              "tokens of a rank");
 }
 
 void check_all(World& world, const Ids& ids, int status = 0) {
     for (std::size_t r = 0; r < world.ranks.size(); ++r) {
-        CHECK(world.ranks[r].summary[layout::kSummaryStatus] == status, "status of rank %zu: got %d, want %d", r,
-              world.ranks[r].summary[layout::kSummaryStatus], status);
+        CHECK(world.ranks[r].summary[layout::kSummaryStatus] == status, "status of rank %zu: got %d, want %d",
+              r, world.ranks[r].summary[layout::kSummaryStatus], status);
         check_tables(world, r, ids);
         check_canaries(aligned(world.ranks[r].symmetric), world.symmetric);
         check_canaries(aligned(world.ranks[r].workspace), world.workspace);
@@ -272,14 +294,18 @@ void check_all(World& world, const Ids& ids, int status = 0) {
 
 enum class Routing { kRandom, kOneExpert, kOneRank, kMasked, kDuplicates };
 
-Ids make_ids(std::mt19937& random, const RouteShape& s, const std::vector<std::int64_t>& tokens, Routing routing) {
+Ids make_ids(std::mt19937& random, const RouteShape& s, const std::vector<std::int64_t>& tokens,
+             Routing routing) {
     Ids ids;
-    const auto pick = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n)); };
+    const auto pick = [&](std::int64_t n) {
+        return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n));
+    };
     for (const std::int64_t count : tokens) {
         std::vector<std::int64_t> row;
         for (std::int64_t t = 0; t < count; ++t) {
             std::vector<std::int64_t> experts(static_cast<std::size_t>(s.num_experts));
-            for (std::size_t e = 0; e < experts.size(); ++e) experts[e] = static_cast<std::int64_t>(e);
+            for (std::size_t e = 0; e < experts.size(); ++e)
+                experts[e] = static_cast<std::int64_t>(e);
             std::shuffle(experts.begin(), experts.end(), random);
             for (std::int64_t k = 0; k < s.top_k; ++k) {
                 std::int64_t id = k < s.num_experts ? experts[static_cast<std::size_t>(k)] : -1;
@@ -308,18 +334,20 @@ void test_grid() {
         std::int64_t max_tokens, top_k, experts, ranks;
         std::vector<unsigned> ctas;
     } cases[] = {
-        {700, 8, 128, 1, {5}}, {130, 16, 384, 1, {1}}, {600, 8, 64, 2, {3, 4}}, {300, 3, 12, 3, {2, 3, 1}},
-        {260, 2, 16, 8, {1, 2}}, {40, 6, 64, 32, {1}},
+        {700, 8, 128, 1, {5}},      {130, 16, 384, 1, {1}},  {600, 8, 64, 2, {3, 4}},
+        {300, 3, 12, 3, {2, 3, 1}}, {260, 2, 16, 8, {1, 2}}, {40, 6, 64, 32, {1}},
     };
     for (const auto& c : cases)
         for (const bool small_pool : {false, true}) {
             World world(make_shape(c.max_tokens, c.top_k, c.experts, c.ranks, small_pool));
-            for (const Routing routing : {Routing::kRandom, Routing::kOneExpert, Routing::kOneRank, Routing::kMasked,
-                                          Routing::kDuplicates}) {
+            for (const Routing routing : {Routing::kRandom, Routing::kOneExpert, Routing::kOneRank,
+                                          Routing::kMasked, Routing::kDuplicates}) {
                 std::vector<std::int64_t> tokens;
                 for (std::int64_t r = 0; r < c.ranks; ++r)
-                    tokens.push_back(r == 1 ? 0 : r == 0 ? c.max_tokens
-                                                         : static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(c.max_tokens + 1)));
+                    tokens.push_back(r == 1   ? 0
+                                     : r == 0 ? c.max_tokens
+                                              : static_cast<std::int64_t>(
+                                                    random() % static_cast<std::uint64_t>(c.max_tokens + 1)));
                 const Ids ids = make_ids(random, world.shape, tokens, routing);
                 world.launch(ids, c.ctas);
                 check_all(world, ids);
@@ -338,13 +366,17 @@ void test_faults() {
         Ids ids = make_ids(random, shape, {300, 200}, Routing::kRandom);
         ids[1][7 * 4 + 2] = -5;
         world.launch(ids, {2});
-        CHECK(world.ranks[0].summary[0] == 0 && world.ranks[1].summary[0] == static_cast<int>(layout::Kind::kBadId), "status");
+        CHECK(world.ranks[0].summary[0] == 0 &&
+                  world.ranks[1].summary[0] == static_cast<int>(layout::Kind::kBadId),
+              "status");
         const auto& record = world.ranks[1].record;
-        CHECK(record[layout::kRecordState] == 1 && record[layout::kRecordIndex] == 30 && record[layout::kRecordSeen] == -5 &&
-                  record[layout::kRecordWanted] == 16 && record[layout::kRecordEpoch] == 1,
+        CHECK(record[layout::kRecordState] == 1 && record[layout::kRecordIndex] == 30 &&
+                  record[layout::kRecordSeen] == -5 && record[layout::kRecordWanted] == 16 &&
+                  record[layout::kRecordEpoch] == 1,
               "record of a bad id");
         CHECK(world.ranks[0].record[layout::kRecordState] == 0, "a record of the other rank");
-        for (std::size_t r = 0; r < 2; ++r) check_tables(world, r, ids);
+        for (std::size_t r = 0; r < 2; ++r)
+            check_tables(world, r, ids);
         ids = make_ids(random, shape, {100, 300}, Routing::kRandom);
         world.launch(ids, {2});
         check_all(world, ids);
@@ -358,7 +390,8 @@ void test_faults() {
             CHECK(rank.summary[5] == -1, "a refused call reports counts");
         }
         CHECK(world.ranks[0].record[layout::kRecordKind] == static_cast<int>(layout::Kind::kRefused) &&
-                  world.ranks[0].record[layout::kRecordIndex] == 1 && world.ranks[0].record[layout::kRecordSeen] == 305,
+                  world.ranks[0].record[layout::kRecordIndex] == 1 &&
+                  world.ranks[0].record[layout::kRecordSeen] == 305,
               "record of a refusal");
         CHECK(world.ranks[1].record[layout::kRecordState] == 0, "the refusing rank records itself");
         world.launch(ids, {2});
@@ -370,12 +403,14 @@ void test_faults() {
         world.launch(ids, {3}, {true, false});
         const auto& record = world.ranks[0].record;
         CHECK(world.ranks[0].summary[0] == static_cast<int>(layout::Kind::kAborted), "status");
-        CHECK(record[layout::kRecordKind] == static_cast<int>(layout::Kind::kArrival) && record[layout::kRecordIndex] == 1 &&
-                  record[layout::kRecordSeen] == 0 && record[layout::kRecordWanted] == 1,
+        CHECK(record[layout::kRecordKind] == static_cast<int>(layout::Kind::kArrival) &&
+                  record[layout::kRecordIndex] == 1 && record[layout::kRecordSeen] == 0 &&
+                  record[layout::kRecordWanted] == 1,
               "record of a missing rank");
         world.launch(ids, {3}, {false, true});
         const auto& late = world.ranks[1].record;
-        CHECK(late[layout::kRecordKind] == static_cast<int>(layout::Kind::kAborted) && (late[layout::kRecordSeen] & 0xFF) == 1,
+        CHECK(late[layout::kRecordKind] == static_cast<int>(layout::Kind::kAborted) &&
+                  (late[layout::kRecordSeen] & 0xFF) == 1,
               "record of the late rank: kind %lld", static_cast<long long>(late[layout::kRecordKind]));
     }
 }

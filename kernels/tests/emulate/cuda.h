@@ -45,7 +45,8 @@ inline std::uint32_t atomicOr(std::uint32_t* address, std::uint32_t v) {
 inline std::uint32_t __ballot_sync(std::uint32_t, bool predicate) {
     const std::uint32_t* all = mega_moe::emulate::exchange(predicate);
     std::uint32_t mask = 0;
-    for (int lane = 0; lane < 32; ++lane) mask |= all[lane] << lane;
+    for (int lane = 0; lane < 32; ++lane)
+        mask |= all[lane] << lane;
     return mask;
 }
 inline int __any_sync(std::uint32_t lanes, bool predicate) {
@@ -54,7 +55,8 @@ inline int __any_sync(std::uint32_t lanes, bool predicate) {
 inline std::uint32_t __reduce_add_sync(std::uint32_t, std::uint32_t v) {
     const std::uint32_t* all = mega_moe::emulate::exchange(v);
     std::uint32_t total = 0;
-    for (int lane = 0; lane < 32; ++lane) total += all[lane];
+    for (int lane = 0; lane < 32; ++lane)
+        total += all[lane];
     return total;
 }
 inline std::uint32_t __reduce_max_sync(std::uint32_t, std::uint32_t v) {

@@ -58,7 +58,8 @@ std::unique_ptr<Cta> make_cta(const Grid& grid, unsigned index) {
     cta->index = index;
     cta->meeting.members = static_cast<int>(grid.num_threads);
     cta->warps.resize(grid.num_threads / 32);
-    for (Warp& warp : cta->warps) warp.meeting.members = 32;
+    for (Warp& warp : cta->warps)
+        warp.meeting.members = 32;
     cta->shared.resize(grid.shared_bytes / sizeof(std::max_align_t) + 1);
     std::memset(cta->shared.data(), 0xA5, cta->shared.size() * sizeof(std::max_align_t));
     return cta;
@@ -85,7 +86,8 @@ void run(const std::vector<Grid>& grids) {
     for (const Grid& grid : grids)
         for (unsigned c = 0; c < grid.num_ctas; ++c) {
             ctas.push_back(make_cta(grid, c));
-            for (unsigned t = 0; t < grid.num_threads; ++t) threads.push_back(make_thread(grid, *ctas.back(), t));
+            for (unsigned t = 0; t < grid.num_threads; ++t)
+                threads.push_back(make_thread(grid, *ctas.back(), t));
         }
     // Forth and back, so that a thread that does not wait for another is seen both before and after it.
     bool forth = true;

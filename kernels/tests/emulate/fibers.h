@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-// Runs device code on the CPU: every CUDA thread is a fiber of one OS thread, so a run is the same each time. Fibers change
-// only where threads of a GPU would wait: barriers, exchanges between lanes, polls of a flag.
+// Runs device code on the CPU: every CUDA thread is a fiber of one OS thread, so a run is the same each time.
+// Fibers change only where threads of a GPU would wait: barriers, exchanges between lanes, polls of a flag.
 namespace mega_moe::emulate {
 
 struct Thread;

@@ -210,10 +210,11 @@ class KernelRouter:
         return symmetric_layout(self.shape).view(self._symmetric.memory, "staging", torch.uint8)
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor | None) -> Routing:
-        self._raise_lost()
+        pending = self._take_pending()
         summary = self._launch(topk_idx.contiguous(), topk_weights, 0)
-        # After the launch, and not instead of it: the other ranks wait for this call, which did nothing wrong.
-        self._raise_pending()
+        if pending is not None:
+            # After the launch, and not instead of it: the other ranks wait for this call, which did nothing wrong.
+            raise pending
         if env.debug() and not torch.cuda.is_current_stream_capturing():
             self.check()
         return routing_of(summary, self.shape.num_ranks, self.shape.num_local_experts)
@@ -224,9 +225,10 @@ class KernelRouter:
 
     def check(self) -> None:
         """Wait for the device and raise what its launches reported."""
-        self._raise_lost()
         torch.cuda.synchronize(self._device)
-        self._raise_pending()
+        pending = self._take_pending()
+        if pending is not None:
+            raise pending
         if self.shape.canaries:
             parts = (
                 (self.memory[0], symmetric_layout(self.shape)),
@@ -321,20 +323,20 @@ class KernelRouter:
                 int(self._limits.arrival * 1e9),
                 int(self._limits.progress * 1e9),
                 refused_tokens,
+                topk_weights is not None,
             )
         return summary
 
-    def _raise_lost(self) -> None:
+    def _take_pending(self) -> Exception | None:
+        """What the launches have reported so far, without waiting for the device; raises when the ranks are lost."""
         if self._lost is not None:
             raise MegaMoEError(f"the ranks of this buffer lost one another earlier: {self._lost}")
-
-    def _raise_pending(self) -> None:
-        """Raise what the launches have reported so far, without waiting for the device."""
         words = self._record.tolist()
         if not words[0]:
-            return
+            return None
         error = faults.decode(words, self._limits)
         if faults.is_fatal(faults.Record(*words)):
             self._lost = str(error)
+            raise error
         self._record.zero_()
-        raise error
+        return error

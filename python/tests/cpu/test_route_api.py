@@ -41,9 +41,24 @@ def test_no_tokens(buffer: mega_moe.MoEBuffer) -> None:
     ("ids", "weights", "error", "message"),
     [
         (torch.zeros(2, 3), None, TypeError, "topk_idx: got torch.float32, want one of int32, int64"),
-        (torch.zeros(2, 4, dtype=torch.int64), None, ValueError, r"topk_idx: got shape \(2, 4\), want \(T, 3\)"),
-        (torch.zeros(17, 3, dtype=torch.int64), None, ValueError, "got 17 tokens, the buffer was built for 16"),
-        (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.float64), TypeError, "topk_weights"),
+        (
+            torch.zeros(2, 4, dtype=torch.int64),
+            None,
+            ValueError,
+            r"topk_idx: got shape \(2, 4\), want \(T, 3\)",
+        ),
+        (
+            torch.zeros(17, 3, dtype=torch.int64),
+            None,
+            ValueError,
+            "got 17 tokens, the buffer was built for 16",
+        ),
+        (
+            torch.zeros(2, 3, dtype=torch.int32),
+            torch.zeros(2, 3, dtype=torch.float64),
+            TypeError,
+            "topk_weights",
+        ),
         (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, 3), ValueError, "topk_weights: got shape"),
         (torch.full((2, 3), 8), None, ValueError, r"topk_idx\[0, 0\]: got expert 8, want -1 or 0 to 7"),
         (torch.full((2, 3), -2), None, ValueError, r"got expert -2"),
@@ -99,7 +114,11 @@ def request(hidden: int = 2048, num_ranks: int = 1, num_reserved_sms: int = 0) -
         (request(), [hopper()], None),
         (request(hidden=100), [hopper()], "hidden is 100, must be a multiple of 8"),
         (request(), [hopper(compute_capability=(8, 0))], "no routing kernel for sm_80"),
-        (request(), [hopper(device="cpu", compute_capability=None)], "needs an NVIDIA GPU, the device is cpu"),
+        (
+            request(),
+            [hopper(device="cpu", compute_capability=None)],
+            "needs an NVIDIA GPU, the device is cpu",
+        ),
         (request(), [hopper(library_loaded=False, library_reason="gone")], "not loaded: gone"),
         (request(num_reserved_sms=132), [hopper()], "leaves none of 132 SMs"),
         (
@@ -114,6 +133,8 @@ def request(hidden: int = 2048, num_ranks: int = 1, num_reserved_sms: int = 0) -
         ),
     ],
 )
-def test_kernel_router_is_refused_with_a_reason(wanted: Request, facts: list[RankFacts], reason: str | None) -> None:
+def test_kernel_router_is_refused_with_a_reason(
+    wanted: Request, facts: list[RankFacts], reason: str | None
+) -> None:
     reasons = why_no_kernel_router(wanted, facts)
     assert (reasons == []) if reason is None else any(reason in text for text in reasons), reasons

@@ -1,4 +1,4 @@
-"""Layouts of the symmetric buffer and the workspace, as the compiled library gives them, and what the operator refuses."""
+"""Layouts of the symmetric buffer and the workspace as the library gives them, and what the operator refuses."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def call(ops: Any, **changes: Any) -> None:
         arrival_ns=1,
         progress_ns=1,
         refused_tokens=0,
+        weighted=True,
     )
     ops.route(*(known | changes).values())
 
@@ -108,7 +109,10 @@ def call(ops: Any, **changes: Any) -> None:
     ("changes", "message"),
     [
         ({}, "topk_idx: device is cpu, must be cuda"),
-        (dict(topk_idx=torch.zeros(5, 2, dtype=torch.int64), topk_weights=torch.zeros(5, 2)), "number of tokens is 5"),
+        (
+            dict(topk_idx=torch.zeros(5, 2, dtype=torch.int64), topk_weights=torch.zeros(5, 2)),
+            "number of tokens is 5",
+        ),
         (dict(topk_idx=torch.zeros(4, 2)), "topk_idx: dtype is float32, must be int32 or int64"),
         (dict(topk_weights=torch.zeros(3, 2)), "topk_weights: shape is"),
         (dict(summary=torch.zeros(3, dtype=torch.int32)), "summary: shape is"),

@@ -32,9 +32,7 @@ def make_ids(
         ids = rng.sample(range(experts), min(top_k, experts)) + [-1] * max(0, top_k - experts)
         return [-1 if kind == "masked" and rng.random() < 0.5 else i for i in ids]
 
-    return [
-        torch.tensor([row() for _ in range(count)], dtype=dtype).view(count, top_k) for count in tokens
-    ]
+    return [torch.tensor([row() for _ in range(count)], dtype=dtype).view(count, top_k) for count in tokens]
 
 
 def sorted_tables(ids: list[Tensor], rank: int, experts: int, limit: int) -> dict[str, list[int]]:
@@ -77,7 +75,15 @@ def sorted_tables(ids: list[Tensor], rank: int, experts: int, limit: int) -> dic
             slot += (len(mine) + 127) // 128 * 128
         here = sorted({(t, r) for t, r, _, _ in chunk})
         begin = ends[c - 1] if c else 0
-        want["chunks"] += [begin, ends[c], first_slot, slot - first_slot, len(chunk), residents_before, len(here)]
+        want["chunks"] += [
+            begin,
+            ends[c],
+            first_slot,
+            slot - first_slot,
+            len(chunk),
+            residents_before,
+            len(here),
+        ]
         before += len(chunk)
         residents_before += len(here)
         residents += here

@@ -4,7 +4,8 @@
 
 #include "emulate/cuda.h"
 
-// Stands in for the PTX of the same name: one OS thread sees memory in order. Polls let the other threads run.
+// Stands in for the PTX of the same name: one OS thread sees memory in order. Polls let the other threads
+// run.
 namespace mega_moe::device::ptx {
 
 inline uint64_t load_acquire_sys(const uint64_t* address) {

@@ -1,0 +1,158 @@
+"""Ranks that one process plays on one GPU: a buffer, a stream and a share of the SMs for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+# A stream that shares its hardware queue with another rank's would wait for the launch that waits for it. Read when the
+# first context is made, so it is set where a test file is imported.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.router import KernelRouter, Routing
+from mega_moe._backends.symmetric import Shape, of_virtual_ranks, symmetric_layout, workspace_layout
+from mega_moe._backends.tables import Tables, plain_tables
+
+# Parts that are zero in a new buffer; what the others hold must not matter.
+SYMMETRIC_STATE = ("control", "headers", "block_flags")
+WORKSPACE_STATE = ("sync", "group_counts")
+
+
+class VirtualRanks:
+    """``shape.num_ranks`` routers on ``device``; ``num_sms`` for each (default: an even share)."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        shape: Shape,
+        *,
+        num_sms: int | None = None,
+        arrival: float = 60.0,
+        progress: float = 30.0,
+        poison: int | None = 0xEE,
+    ) -> None:
+        self.shape, self.device = shape, device
+        everything = torch.cuda.get_device_properties(device).multi_processor_count
+        ranks = range(shape.num_ranks)
+        self.streams = [torch.cuda.Stream(device) for _ in ranks]
+        parts = of_virtual_ranks(symmetric_layout(shape).total, device, shape.num_ranks)
+        self.routers = [
+            KernelRouter(
+                shape,
+                rank,
+                parts[rank],
+                num_sms=num_sms or everything // shape.num_ranks,
+                arrival_timeout=arrival,
+                progress_timeout=progress,
+                lane=rank,
+            )
+            for rank in ranks
+        ]
+        if poison is not None:
+            self.poison(poison)
+        self.warm()
+
+    def warm(self) -> None:
+        """Have memory for results ready: an allocation between launches that wait for others could wait for them."""
+        for stream in self.streams:
+            with torch.cuda.stream(stream):
+                torch.empty(1, device=self.device)
+        torch.cuda.synchronize(self.device)
+
+    def poison(self, byte: int) -> None:
+        layouts = (
+            (symmetric_layout(self.shape), SYMMETRIC_STATE),
+            (workspace_layout(self.shape), WORKSPACE_STATE),
+        )
+        for router in self.routers:
+            for memory, (layout, state) in zip(router.memory, layouts, strict=True):
+                for name, (start, size) in layout.parts.items():
+                    if name not in state:
+                        memory[start : start + size] = byte
+
+    def launch(self, ids: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> list[Routing]:
+        """One call of every rank, from the last to the first; the inputs are on the device already."""
+        torch.cuda.synchronize(self.device)
+        results: dict[int, Routing] = {}
+        for rank in reversed(range(self.shape.num_ranks)):
+            with torch.cuda.stream(self.streams[rank]):
+                results[rank] = self.routers[rank].route(
+                    ids[rank], None if weights is None else weights[rank]
+                )
+        return [results[rank] for rank in range(self.shape.num_ranks)]
+
+    def check(self) -> None:
+        for router in self.routers:
+            router.check()
+
+
+def random_ids(
+    kind: str, tokens: Sequence[int], top_k: int, experts: int, device: torch.device, seed: int = 0
+) -> list[Tensor]:
+    """Expert ids of every rank: int64, or int32 on odd ranks."""
+    made = torch.Generator(device).manual_seed(seed)
+    local = experts // len(tokens)
+
+    def numbers(count: int, high: int) -> Tensor:
+        return torch.randint(0, high, (count, top_k), generator=made, device=device)
+
+    ids = []
+    for rank, count in enumerate(tokens):
+        if kind == "one expert":
+            own = torch.full((count, top_k), experts - 1, device=device)
+        elif kind == "one rank":
+            own = numbers(count, local)
+        elif kind == "duplicates":
+            own = numbers(count, min(experts, 3))
+        elif kind == "empty":
+            own = torch.full((count, top_k), -1, device=device)
+        else:
+            scores = torch.rand(count, experts, generator=made, device=device)
+            own = scores.topk(min(top_k, experts), dim=1).indices
+            own = torch.nn.functional.pad(own, (0, top_k - own.shape[1]), value=-1)
+            if kind == "masked":
+                own = own.masked_fill(torch.rand(own.shape, generator=made, device=device) < 0.5, -1)
+        ids.append(own.to(torch.int32 if rank % 2 else torch.int64).contiguous())
+    torch.cuda.synchronize(device)  # launches on other streams read them
+    return ids
+
+
+def difference(got: Tables, want: Tables) -> str | None:
+    """The first table that differs."""
+    for name, a, b in zip(Tables._fields, got, want, strict=True):
+        there = b.to(a.device)
+        if a.shape != there.shape:
+            return f"{name}: got shape {tuple(a.shape)}, want {tuple(b.shape)}"
+        if not torch.equal(a, there):
+            at = int((a != there).reshape(-1).nonzero()[0])
+            return f"{name}: entry {at} of {a.numel()} is {a.reshape(-1)[at]}, want {b.reshape(-1)[at]}"
+    return None
+
+
+def assert_tables(
+    ranks: VirtualRanks,
+    ids: Sequence[Tensor],
+    results: Sequence[Routing],
+    weights: Sequence[Tensor] | None = None,
+    on: torch.device | str = "cpu",
+) -> None:
+    """The tables of all ranks are those of stable sorts on the device ``on``, and the weights lie beside their rows."""
+    there = [own.to(on) for own in ids]
+    for rank, (router, routing) in enumerate(zip(ranks.routers, results, strict=True)):
+        got = router.tables(routing)
+        want = plain_tables(there, rank, ranks.shape.num_experts, router.limit())
+        where = difference(got, want)
+        assert where is None, f"rank {rank}: {where}"
+        assert int(routing.status) == 0
+        assert int(routing.num_chunks) == len(want.chunks)
+        if weights is None:
+            continue
+        token, source, slot = got.source & 0xFFFFF, got.source >> 20 & 31, got.source >> 25
+        most = max(len(own) for own in ids)
+        padded = torch.zeros(len(ids), most, ids[0].shape[1], device=ranks.device)
+        for other, own in enumerate(weights):
+            padded[other, : len(own)] = own.float()
+        assert torch.equal(router.weights(got), padded[source, token, slot]), f"rank {rank}: weights"
