@@ -8,7 +8,8 @@ namespace mega_moe::layout {
 // What the threads of a CTA share while they route.
 struct RouteState {
     std::uint64_t epoch;
-    std::int32_t failed;       // a wait of this CTA ended without what it waited for
+    std::int32_t lost;         // the launch cannot begin: a rank gave up, or did not come
+    std::int32_t stuck;        // a wait of this CTA ended without what it waited for
     std::int32_t refused;      // a rank, plus 1, that refused the call
     std::int32_t most_tokens;  // of any rank
     std::int32_t tokens[kMaxRanks];

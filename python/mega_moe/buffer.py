@@ -86,8 +86,9 @@ class MoEBuffer:
         error: Exception | None = None
         limit: float | None = None
         try:
-            limit = check_timeout("arrival_timeout", arrival_timeout)
-            check_timeout("progress_timeout", progress_timeout)
+            limit = check_timeout(arrival_timeout)
+            if check_timeout(progress_timeout, "progress_timeout") is None:
+                raise TypeError("progress_timeout: got None, want seconds")
         except (ValueError, TypeError) as failed:
             error = failed
         self._control: Control = LocalControl() if group is None else GroupControl(group, limit)
@@ -233,6 +234,7 @@ class MoEBuffer:
             registry.unregister(self._handle)
             self._handle = None
             self._control.close()
+            self._router.close()
             del self._executor, self._router
 
     def _live(self) -> PlainExecutor:

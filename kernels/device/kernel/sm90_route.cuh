@@ -8,7 +8,7 @@ namespace mega_moe::device {
 // resident: launched cooperatively, one to an SM.
 template <int Threads>
 __global__ void __launch_bounds__(Threads, 1) sm90_route(const __grid_constant__ RouteParams p) {
-    extern __shared__ std::byte shared[];
+    extern __shared__ __align__(16) std::byte shared[];
     route<Threads>(p, shared);
 }
 

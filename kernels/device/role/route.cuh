@@ -29,11 +29,12 @@ __device__ __forceinline__ void begin_route(const RouteParams& p, RouteMemory& m
     // A thread without a token of the first tile, so that its wait for memory does not delay the ids.
     if (threadIdx.x == Threads - 32) {
         m.state.epoch = ptx::load_relaxed_sys(e.control + layout::kEpochWord) + 1;
-        m.state.failed = abort_word(e) != 0;
+        m.state.lost = abort_word(e) != 0;
+        m.state.stuck = 0;
         m.state.refused = p.refuse ? e.rank + 1 : 0;
         m.state.most_tokens = p.refuse ? 0 : p.num_tokens;
         m.state.tokens[e.rank] = m.state.most_tokens;
-        if (m.state.failed != 0)
+        if (m.state.lost != 0)
             give_up(e, m.state.epoch,
                     {Role::kHeader, Kind::kAborted, static_cast<std::uint64_t>(e.rank), 0, 0});
     }
@@ -46,9 +47,13 @@ __device__ __forceinline__ void begin_route(const RouteParams& p, RouteMemory& m
          group += static_cast<int>(gridDim.x))
         for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
             p.group_counts[(bank + group) * columns + i] = 0;
-    if (e.num_ranks == 1 || m.state.failed != 0) return;
+    if (e.num_ranks == 1 || m.state.lost != 0) return;
     if (blockIdx.x == 0) send_header(p, m.state.epoch);
-    if (!p.refuse) publish_blocks<Threads>(p, m.state.epoch);
+    // Either way the threads meet, so that all have read the state before the first warp writes it.
+    if (p.refuse)
+        __syncthreads();
+    else
+        publish_blocks<Threads>(p, m.state.epoch);
     if (threadIdx.x < 32) await_headers(p, m.state);
     __syncthreads();
 }
@@ -108,24 +113,25 @@ __device__ __forceinline__ bool route(const RouteParams& p, std::byte* shared) {
     const int first = min(static_cast<int>(blockIdx.x) * work.range_tokens, m.state.most_tokens);
     const CtaRange range{work.tile_tokens, work.range_tokens, first,
                          min(first + work.range_tokens, m.state.most_tokens)};
-    if (e.num_ranks > 1 && m.state.failed == 0 && m.state.refused == 0) {
+    const bool going = m.state.lost == 0 && m.state.refused == 0;
+    if (e.num_ranks > 1 && going) {
         await_ids<Threads>(p, m.state, range.first, range.end);
         __syncthreads();
     }
     TokenIds ids = masked_ids();
-    if (m.state.failed == 0 && m.state.refused == 0) count_range<Threads>(p, m, range, ids);
+    if (going && m.state.stuck == 0) count_range<Threads>(p, m, range, ids);
     __syncthreads();
-    if (threadIdx.x == 0 && m.state.failed == 0) {
+    if (threadIdx.x == 0 && m.state.lost == 0 && m.state.stuck == 0) {
         if (!grid_barrier(e, m.state.epoch))
-            m.state.failed = 1;
+            m.state.stuck = 1;
         else if (blockIdx.x == 0)
             // All CTAs have read the word before they came to the barrier.
             e.control[layout::kEpochWord] = m.state.epoch;
     }
     __syncthreads();
-    if (m.state.failed != 0 || m.state.refused != 0) {
-        if (blockIdx.x == 0)
-            summarise_fault<Threads>(p, m.state.failed != 0 ? Kind::kAborted : Kind::kRefused);
+    const bool failed = m.state.lost != 0 || m.state.stuck != 0;
+    if (failed || !going) {
+        if (blockIdx.x == 0) summarise_fault<Threads>(p, failed ? Kind::kAborted : Kind::kRefused);
         return false;
     }
     const int chunks = place_chunks<Threads>(p, m, range, ids);

@@ -95,14 +95,17 @@ __device__ __forceinline__ void await_headers(const RouteParams& p, RouteState& 
     bool met = true;
     std::uint64_t header = 0;
     if (peer < e.num_ranks) {
-        const std::uint64_t* word =
-            e.at<std::uint64_t>(e.rank, p.headers) + epoch % 2 * static_cast<unsigned>(e.num_ranks) + peer;
-        const auto load = [&] { return ptx::load_acquire_sys(word); };
+        const std::uint64_t* words = e.at<std::uint64_t>(e.rank, p.headers) + peer;
+        const auto bank = static_cast<unsigned>(e.num_ranks);
+        const auto load = [&] { return ptx::load_acquire_sys(words + epoch % 2 * bank); };
         met = wait_for(e, load, epoch << layout::kHeaderEpochShift, e.arrival_ns, header);
-        if (!met)
+        if (!met) {
+            // Its last launch may have been the one before, whose header is in the other bank.
+            const std::uint64_t before = ptx::load_relaxed_sys(words + (epoch + 1) % 2 * bank);
             give_up(e, epoch,
                     {Role::kHeader, Kind::kArrival, static_cast<std::uint64_t>(peer),
-                     header >> layout::kHeaderEpochShift, epoch});
+                     (header > before ? header : before) >> layout::kHeaderEpochShift, epoch});
+        }
     }
     const bool refused = met && (header & layout::kHeaderRefused) != 0;
     const auto tokens = static_cast<std::uint32_t>(header & layout::kHeaderTokens);
@@ -110,12 +113,12 @@ __device__ __forceinline__ void await_headers(const RouteParams& p, RouteState& 
         write_record(e, epoch,
                      {Role::kHeader, Kind::kRefused, static_cast<std::uint64_t>(peer), tokens,
                       static_cast<std::uint64_t>(p.max_tokens)});
-    const bool failed = ptx::any(!met);
+    const bool lost = ptx::any(!met);
     const std::uint32_t refusals = ptx::ballot(refused);
     const std::uint32_t most = ptx::largest(refused ? 0 : tokens);
     if (peer < e.num_ranks) state.tokens[peer] = static_cast<std::int32_t>(tokens);
     if (peer != 0) return;
-    state.failed = failed;
+    state.lost = lost;
     state.refused = __ffs(static_cast<int>(refusals));
     state.most_tokens = static_cast<std::int32_t>(most);
 }
@@ -138,7 +141,7 @@ __device__ __forceinline__ void await_ids(const RouteParams& p, RouteState& stat
         if (wait_for(e, load, state.epoch, e.progress_ns, seen)) continue;
         give_up(e, state.epoch,
                 {Role::kBlockFlag, Kind::kProgress, static_cast<std::uint64_t>(index), seen, state.epoch});
-        state.failed = 1;
+        state.stuck = 1;
     }
 }
 

@@ -146,7 +146,7 @@ def _below(store: Any, prefix: str) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
-def check_timeout(name: str, timeout: float | None) -> float | None:
+def check_timeout(timeout: float | None, name: str = "arrival_timeout") -> float | None:
     """``timeout`` as a float; TypeError or ValueError unless it is None or a finite number above 0."""
     if timeout is None:
         return None

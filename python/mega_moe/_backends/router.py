@@ -85,6 +85,10 @@ class Router(Protocol):
 
     def check(self) -> None: ...
 
+    def close(self) -> None:
+        """Wait until nothing uses the memory any more."""
+        ...
+
     @property
     def staging(self) -> Tensor | None:
         """The staging area inside the buffer, where there is one."""
@@ -131,6 +135,9 @@ class TorchRouter:
             self._agree(0, error)
 
     def check(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def _exchange(self, ids: Tensor, error: Exception | None) -> list[Tensor]:
@@ -238,8 +245,13 @@ class KernelRouter:
             if broken:
                 raise MegaMoEError(f"a kernel wrote between the parts of the buffer, at bytes {broken}")
 
+    def close(self) -> None:
+        # The allocator may hand the memory to another stream at once.
+        torch.cuda.synchronize(self._device)
+
     def tables(self, routing: Routing) -> Tables:
         """Copies of the tables of the last launch, whose result ``routing`` is. Synchronises with the device."""
+        torch.cuda.synchronize(self._device)
         layout, shape = workspace_layout(self.shape), self.shape
         num_local = shape.num_local_experts
         chunks, rows, residents = (

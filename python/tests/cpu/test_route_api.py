@@ -87,7 +87,9 @@ def test_buffer_is_checked() -> None:
         mega_moe.route(torch.zeros(2, 3, dtype=torch.int64), buffer=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (True, TypeError), (float("inf"), ValueError)])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (True, TypeError), (None, TypeError), (float("inf"), ValueError)]
+)
 def test_progress_timeout_is_checked(value: float, error: type[Exception]) -> None:
     with pytest.raises(error, match="progress_timeout"):
         mega_moe.MoEBuffer(**SIZES, device="cpu", backend="reference", progress_timeout=value)

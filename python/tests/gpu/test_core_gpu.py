@@ -95,7 +95,9 @@ def test_staging_memory_is_what_nbytes_says(cuda_device: torch.device) -> None:
     before = torch.cuda.memory_allocated()
     buffer = mega_moe.MoEBuffer(**sizes, backend="grouped", device=cuda_device)
     held = torch.cuda.memory_allocated() - before
-    assert 0 <= held - mega_moe.MoEBuffer.nbytes(**sizes) < 512, "torch's allocator rounds up to 512 bytes"
+    assert 0 <= held - mega_moe.MoEBuffer.nbytes(**sizes) < 1024, (
+        "torch rounds each of two parts up to 512 bytes"
+    )
     buffer.destroy()
     assert torch.cuda.memory_allocated() == before
 
