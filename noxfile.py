@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import nox
@@ -160,6 +161,11 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every gate, then the CPU tests on the installed wheel. Takes pytest's arguments."""
     need_python_of_the_tools(session)
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        session.error(
+            f"torch.compile needs Python.h, not found in {headers}: install python3-dev or its like"
+        )
     build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
     use, wheel = installed(build, "test", "build", "lint", "types", "layers", "check-wheel", extra="[demo]")
