@@ -109,7 +109,7 @@ class MoEBuffer:
         except BaseException:
             self._control.close()
             raise
-        self._handle = registry.register(self._executor)
+        self._handle: int | None = registry.register(self._executor)
 
     @property
     def backend(self) -> str:
@@ -192,7 +192,7 @@ class MoEBuffer:
         _ = self.handle
 
     def destroy(self) -> None:
-        """Give back the memory and the control group. Using the buffer afterwards raises; a second call does nothing."""
+        """Give back the memory and the control group. Later use raises, a second call does nothing."""
         if self._handle is not None:
             registry.unregister(self._handle)
             self._handle = None
