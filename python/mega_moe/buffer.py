@@ -183,6 +183,8 @@ class MoEBuffer:
         """'kernel' where the staging kernel prepares each call, 'torch' where plain operators do."""
         return self._live().stager.name
 
+    # Not traced: after a graph break at the refused call the compiler would go through the exchange line by line.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refuse(self, error: Exception) -> None:
         """Let the other ranks' next call raise PeerError with ``error``, which this rank raises instead of calling."""
         self._live().refuse(error)

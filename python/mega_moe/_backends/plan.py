@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from mega_moe._backends.request import Request
 from mega_moe._backends.staging import KernelStager, Stager, TorchStager
 from mega_moe._backends.transport import GroupTransport, LocalTransport, Transport
 from mega_moe._base import env
-from mega_moe._base.errors import BackendRefusedError, FallbackWarning
+from mega_moe._base.errors import BackendRefusedError, FallbackWarning, MegaMoEError
 
 _warned: set[str] = set()
 
@@ -106,9 +106,13 @@ def build_executor(
 ) -> PlainExecutor:
     """The executor of the chosen backend on this rank."""
     request = explanation.request
-    arithmetic: Arithmetic = (
-        GroupedArithmetic() if explanation.chosen == "grouped" else ReferenceArithmetic(request.precision)
-    )
+    makers: dict[str | None, Callable[[], Arithmetic]] = {
+        "grouped": GroupedArithmetic,
+        "reference": lambda: ReferenceArithmetic(request.precision),
+    }
+    if explanation.chosen not in makers:
+        raise MegaMoEError(f"the backend {explanation.chosen!r} was chosen, but this version cannot run it")
+    arithmetic = makers[explanation.chosen]()
     transport: Transport = LocalTransport() if group is None else GroupTransport(group)
     return PlainExecutor(request, arithmetic, _stager(request, facts, device), control, transport)
 
