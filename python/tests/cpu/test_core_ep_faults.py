@@ -283,6 +283,24 @@ def check_refused(outcomes: list[dict[int, tuple[str, str]]], error: type[Except
         assert f"refused by rank {wrong}: {error.__name__}: {text}" in message
 
 
+def refused_when_compiled(rank: int) -> None:
+    """A compiled call of rank 0 holds more tokens than the buffer does."""
+    with MoEBuffer(dist.group.WORLD, **SIZES) as buffer:
+        mine = small_part(rank)
+        layer = torch.compile(
+            lambda *inputs: mega_moe.moe(*inputs, buffer=buffer), dynamic=True, backend="aot_eager"
+        )
+        layer(*mine.inputs)
+        layer(*(call_of(mine, "capacity")[0] if rank == 0 else mine.inputs))
+
+
+def test_a_bad_call_of_a_compiled_layer() -> None:
+    outcomes = TWO.run(refused_when_compiled)
+    error, text = REFUSED["capacity"]
+    expect(outcomes[0], error, text, seconds=30)  # the compiler's time
+    expect(outcomes[1], PeerError, f"refused by rank 0: {error.__name__}: {text}", seconds=30)
+
+
 def disagree(rank: int, about: str) -> None:
     """Good calls that are not the same call."""
     mine = small_part(rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -228,7 +227,7 @@ def test_a_process_ends_by_itself_after_the_error(tmp_path: Path) -> None:
         )
     try:
         assert ranks[0].stdout is not None
-        assert ranks[0].stdout.readline() == "calls\n"
+        assert "calls\n" in iter(ranks[0].stdout.readline, "")  # gloo may have something to say first
         start = time.monotonic()
         told, _ = ranks[0].communicate(timeout=30)
         assert time.monotonic() - start < 2 + AT_ONCE
@@ -237,8 +236,8 @@ def test_a_process_ends_by_itself_after_the_error(tmp_path: Path) -> None:
         assert ranks[1].poll() is None
     finally:
         for process in ranks:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.kill()
+            process.communicate()
 
 
 def stuck(rank: int, seconds: float) -> int:
