@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from mega_moe._backends import plan
-from mega_moe._backends.agreement import agree
+from mega_moe._backends.agreement import agree, confirm
 from mega_moe._backends.control import Control, GroupControl, LocalControl, check_timeout
 from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
 from mega_moe._backends.plain import PlainExecutor
@@ -105,7 +105,14 @@ class MoEBuffer:
             if named is None:
                 plan.warn_fallback(self._explanation)
             self._device = torch.device(facts.device)
-            self._executor = plan.build_executor(self._explanation, facts, self._device, self._control, group)
+            try:
+                self._executor = plan.build_executor(
+                    self._explanation, facts, self._device, self._control, group
+                )
+            # The staging memory may not fit on one rank alone.
+            except RuntimeError as failed:
+                error = failed
+            confirm(self._control, error)
         except BaseException:
             self._control.close()
             raise

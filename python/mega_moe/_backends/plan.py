@@ -143,7 +143,11 @@ def _stager(request: Request, facts: RankFacts, device: torch.device) -> Stager:
     }
     if not served.issuperset(_staged_forms(request)):
         return plain
-    memory = torch.zeros(staging_nbytes(request), dtype=torch.uint8, device=device)
+    size = staging_nbytes(request)
+    try:
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(f"the buffer needs {size} bytes on {device}: {error}") from error
     return KernelStager(
         memory, request.max_tokens_per_rank, request.num_experts, request.top_k, request.hidden, plain
     )

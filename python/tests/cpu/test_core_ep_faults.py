@@ -163,6 +163,23 @@ def test_a_bad_argument_of_both_ranks_is_each_ranks_own_error() -> None:
         expect(outcome, ValueError, "num_experts: got 9, want a multiple of the 2 ranks of the group")
 
 
+def too_large_for_one(rank: int, small: int) -> None:
+    def build(*_: Any) -> None:
+        raise torch.OutOfMemoryError("the staging area needs 3 bytes")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == small:
+            patch.setattr("mega_moe._backends.plan.build_executor", build)
+        MoEBuffer(dist.group.WORLD, **SIZES)
+
+
+def test_memory_that_one_rank_lacks_is_its_own_error_and_the_others_peer_error() -> None:
+    for small in (0, 1):
+        outcomes = TWO.run(too_large_for_one, small)
+        expect(outcomes[small], torch.OutOfMemoryError, "needs 3 bytes")
+        expect(outcomes[1 - small], PeerError, f"rank {small}: OutOfMemoryError: the staging area needs 3")
+
+
 def not_a_member(rank: int) -> None:
     group = dist.new_group([0, 1])
     if rank > 1:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mega_moe
-from mega_moe import MegaMoEError, MoEBuffer, RankTimeoutError
+from mega_moe import MegaMoEError, MoEBuffer, PeerError, RankTimeoutError
 from mega_moe.testing import relative_l2
 
 from ._ep import AT_ONCE, SIZES, small_part
@@ -197,6 +197,24 @@ def test_a_rank_whose_process_died(own_world: World, dying: int) -> None:
     survivor = outcomes[1 - dying]
     assert survivor.error is None, survivor.trace
     assert ("ranks [1]" if dying else "the store is gone") in survivor.value
+    assert survivor.seconds < 3 + 2 * AT_ONCE
+
+
+def dies_inside(rank: int, dying: int) -> str:
+    """A rank that agreed to a call and is gone before its rows are sent."""
+    mine = small_part(rank)
+    buffer = MoEBuffer(dist.group.WORLD, **{**SIZES, "arrival_timeout": 3})
+    if rank == dying:
+        buffer._executor.transport.exchange = lambda *_: os._exit(7)  # type: ignore[union-attr]
+    _, error = timed(lambda: mega_moe.moe(*mine.inputs, buffer=buffer))
+    assert type(error) is PeerError, error
+    return str(error)
+
+
+def test_a_rank_whose_process_died_inside_a_call(own_world: World) -> None:
+    survivor = own_world.run(dies_inside, 1)[0]
+    assert survivor.error is None, survivor.trace
+    assert "rank 0: rows from or to the other ranks did not arrive" in survivor.value
     assert survivor.seconds < 3 + 2 * AT_ONCE
 
 
