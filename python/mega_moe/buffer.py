@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends import plan
-from mega_moe._backends.agreement import agree
+from mega_moe._backends.agreement import agree, confirm
 from mega_moe._backends.control import Control, GroupControl, LocalControl, check_timeout
 from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
 from mega_moe._backends.plain import PlainExecutor
@@ -112,16 +112,21 @@ class MoEBuffer:
             if named is None:
                 plan.warn_fallback(self._explanation)
             self._device = torch.device(facts.device)
-            self._router, self._router_reason = plan.build_router(
-                request, everyone, self._device, self._control, group, progress_timeout
-            )
-            self._executor = plan.build_executor(
-                self._explanation, facts, self._device, self._control, group, self._router.staging
-            )
+            try:
+                self._router, self._router_reason = plan.build_router(
+                    request, everyone, self._device, self._control, group, progress_timeout
+                )
+                self._executor = plan.build_executor(
+                    self._explanation, facts, self._device, self._control, group, self._router.staging
+                )
+            # The memory may not fit on one rank alone.
+            except RuntimeError as failed:
+                error = failed
+            confirm(self._control, error)
         except BaseException:
             self._control.close()
             raise
-        self._handle = registry.register(self._executor)
+        self._handle: int | None = registry.register(self._executor)
 
     @property
     def backend(self) -> str:
@@ -206,6 +211,8 @@ class MoEBuffer:
         """Why ``router`` is not 'kernel'; None where it is."""
         return self._router_reason
 
+    # Not traced: after a graph break at the refused call the compiler would go through the exchange line by line.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refuse(self, error: Exception) -> None:
         """Let the other ranks' next call raise PeerError with ``error``, which this rank raises instead of calling."""
         self._live().refuse(error)
@@ -229,7 +236,7 @@ class MoEBuffer:
         self._router.check()
 
     def destroy(self) -> None:
-        """Give back the memory and the control group. Using the buffer afterwards raises; a second call does nothing."""
+        """Give back the memory and the control group. Later use raises, a second call does nothing."""
         if self._handle is not None:
             registry.unregister(self._handle)
             self._handle = None

@@ -79,7 +79,8 @@ class MegaMoE(nn.Module):
         """
         if self._buffer is None:
             raise RuntimeError("MegaMoE: no buffer attached; build a MoEBuffer and call attach(buffer)")
-        gate_up, down = self.gate_up_proj, self.down_proj
+        gate_up: Tensor = self.gate_up_proj
+        down: Tensor = self.down_proj
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)

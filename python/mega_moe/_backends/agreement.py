@@ -25,9 +25,7 @@ def agree(
     told = control.gather((mine, facts, error and f"{type(error).__name__}: {error}"), _WHAT)
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(told) if why]
-    if failed:
-        raise PeerError(f"rank {control.rank}: {_WHAT} was refused by " + "; ".join(failed))
+    _raise_refusals(control, [why for _, _, why in told])
     for name in settings:
         _same(name, [theirs[name] for theirs, _, _ in told])
     everyone = [fact for _, fact, _ in told]
@@ -36,6 +34,20 @@ def agree(
     for name in _VERSIONS:
         _same(name, [getattr(fact, name) for fact in everyone])
     return everyone
+
+
+def confirm(control: Control, error: Exception | None) -> None:
+    """After what each rank builds for itself: this rank's own ``error``, or PeerError for another rank's."""
+    told = control.gather(error and f"{type(error).__name__}: {error}", _WHAT)
+    if error is not None:
+        raise error
+    _raise_refusals(control, told)
+
+
+def _raise_refusals(control: Control, reasons: list[str | None]) -> None:
+    failed = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
+    if failed:
+        raise PeerError(f"rank {control.rank}: {_WHAT} was refused by " + "; ".join(failed))
 
 
 def _same(name: str, values: list[Any]) -> None:

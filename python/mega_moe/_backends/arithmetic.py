@@ -23,8 +23,15 @@ class RowGrads(NamedTuple):
 class Arithmetic(Protocol):
     """Rows are in canonical order; ``counts`` holds the rows of each local expert and sums to M."""
 
-    dtypes: tuple[torch.dtype, ...]
-    quantized_dispatch: bool
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of x and the weights."""
+        ...
+
+    @property
+    def quantized_dispatch(self) -> bool:
+        """Whether x travels as e4m3 codes and scales in forward."""
+        ...
 
     def forward(
         self,
@@ -50,3 +57,7 @@ class Arithmetic(Protocol):
         needs: tuple[bool, bool, bool, bool],
         dw_dtype: torch.dtype,
     ) -> RowGrads: ...
+
+    def sum_slots(self, rows: Tensor) -> Tensor:
+        """``rows [T, K, H]`` -> their sum over K in a fixed order, wide ``[T, H]``."""
+        ...

@@ -69,6 +69,8 @@ class GroupControl:
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
         self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("group: this process is not in it; only the ranks of the group build the buffer")
         self.size = dist.get_world_size(group)
         self.timeout = _own_timeout(group) if timeout is None else timeout
         self._step = 0
@@ -80,10 +82,7 @@ class GroupControl:
             dist.distributed_c10d._get_default_store(),
             f"mega_moe/{group.group_name}/{_built[group.group_name]}",
         )
-        limit = datetime.timedelta(seconds=self.timeout)
-        self._arrive(limit)
-        # Not through new_group, which registers the group in torch: this one lives and dies with the buffer.
-        self._group: Any = dist.ProcessGroupGloo(_below(self._store, "gloo"), self.rank, self.size, limit)
+        self._group: Any = self._connect(datetime.timedelta(seconds=self.timeout))
 
     def exchange(self, header: Tensor, what: str) -> Tensor:
         gathered = torch.empty(self.size, header.numel(), dtype=header.dtype)
@@ -103,16 +102,17 @@ class GroupControl:
     def _all_gather(self, row: Tensor, into: Tensor) -> None:
         self._group.allgather([list(into)], [row]).wait()
 
-    def _arrive(self, limit: datetime.timedelta) -> None:
-        """Wait for all ranks at the store, where a missing one has a name; gloo would only tell of its own keys."""
-        self._store.set(f"arrived/{self.rank}", "")
+    def _connect(self, limit: datetime.timedelta) -> Any:
         start = time.monotonic()
         try:
+            # First at the store, where a missing rank has a name; gloo would only tell of its own keys.
+            self._store.set(f"arrived/{self.rank}", "")
             self._store.wait([f"arrived/{rank}" for rank in range(self.size)], limit)
+            # Not through new_group, which registers the group in torch: this one lives and dies with the buffer.
+            return dist.ProcessGroupGloo(_below(self._store, "gloo"), self.rank, self.size, limit)
         except RuntimeError as error:
-            waited = time.monotonic() - start
             head = f"rank {self.rank} of {self.size}: construction of MoEBuffer"
-            raise RankTimeoutError(self._who("arrived", head, waited, error)) from error
+            raise RankTimeoutError(self._who("arrived", head, time.monotonic() - start, error)) from error
 
     def _bounded(self, collective: Callable[[], None], what: str) -> None:
         if self._failed:

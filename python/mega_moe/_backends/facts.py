@@ -1,4 +1,4 @@
-"""What this rank is: versions, device, links, library. Collected when a buffer is built or a person asks, never at import."""
+"""What this rank is: versions, device, links, library. Collected for a buffer or a person, never at import."""
 
 from __future__ import annotations
 

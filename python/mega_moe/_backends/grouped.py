@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.arithmetic import Payload, RowGrads
-from mega_moe._backends.swiglu import activate, activate_backward
+from mega_moe._backends.swiglu import activate, activate_backward, wide
 
 
 class GroupedArithmetic:
@@ -50,6 +50,9 @@ class GroupedArithmetic:
             _by_rows(dz, x, counts).to(dw_dtype) if need_gate_up else None,
             _by_rows(dy, grads.h.to(dtype), counts).to(dw_dtype) if need_down else None,
         )
+
+    def sum_slots(self, rows: Tensor) -> Tensor:
+        return rows.sum(1, dtype=wide(rows.dtype))
 
 
 def _by_weight(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

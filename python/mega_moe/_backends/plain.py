@@ -1,4 +1,4 @@
-"""One layer in plain torch: dispatch, the backend's arithmetic on local experts, combine. All plain backends share it."""
+"""One layer in plain torch: dispatch, the arithmetic on local experts, combine. All plain backends share it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from mega_moe._backends.control import Control
 from mega_moe._backends.request import Request
 from mega_moe._backends.routing import ReceivePlan, SendPlan, inverse, receive_plan, send_plan, take
 from mega_moe._backends.staging import Staged, Stager
-from mega_moe._backends.swiglu import wide
 from mega_moe._backends.transport import Transport
 from mega_moe._base.errors import MegaMoEError, PeerError
 
@@ -204,12 +203,12 @@ class PlainExecutor:
     def _combine(self, rows: Tensor, tables: _Tables, shape: torch.Size, top_k: int) -> Tensor:
         """Sum each token's rows in slot order, wide, rounded once; a token without rows is exactly zero."""
         tokens, hidden = shape
-        slots = rows.new_zeros(tokens * top_k, hidden)
-        slots[tables.send.pair] = self._return(rows, tables)
-        total = torch.zeros(tokens, hidden, dtype=wide(rows.dtype), device=rows.device)
-        for slot in slots.view(tokens, top_k, hidden).unbind(1):
-            total += slot
-        return total.to(rows.dtype)
+        returned, pair = self._return(rows, tables), tables.send.pair
+        if len(pair) == tokens * top_k:
+            slots = take(returned, inverse(pair))
+        else:
+            slots = rows.new_zeros(tokens * top_k, hidden).index_copy_(0, pair, returned)
+        return self.arithmetic.sum_slots(slots.view(tokens, top_k, hidden)).to(rows.dtype)
 
 
 def _clamp_bits(clamp: float | None) -> int:

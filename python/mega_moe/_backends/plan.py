@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,17 @@ from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
 from mega_moe._backends.router import KernelRouter, Router, TorchRouter
 from mega_moe._backends.staging import KernelStager, Stager, TorchStager
-from mega_moe._backends.symmetric import Shape, of_group, of_one_rank, symmetric_layout, workspace_layout
+from mega_moe._backends.symmetric import (
+    Shape,
+    allocate,
+    of_group,
+    of_one_rank,
+    symmetric_layout,
+    workspace_layout,
+)
 from mega_moe._backends.transport import GroupTransport, LocalTransport, Transport
 from mega_moe._base import env
-from mega_moe._base.errors import BackendRefusedError, FallbackWarning
+from mega_moe._base.errors import BackendRefusedError, FallbackWarning, MegaMoEError
 
 _warned: set[str] = set()
 
@@ -114,9 +121,13 @@ def build_executor(
 ) -> PlainExecutor:
     """The executor of the chosen backend on this rank; ``staging``: memory for the staging kernel, if there is some."""
     request = explanation.request
-    arithmetic: Arithmetic = (
-        GroupedArithmetic() if explanation.chosen == "grouped" else ReferenceArithmetic(request.precision)
-    )
+    makers: dict[str | None, Callable[[], Arithmetic]] = {
+        "grouped": GroupedArithmetic,
+        "reference": lambda: ReferenceArithmetic(request.precision),
+    }
+    if explanation.chosen not in makers:
+        raise MegaMoEError(f"the backend {explanation.chosen!r} was chosen, but this version cannot run it")
+    arithmetic = makers[explanation.chosen]()
     transport: Transport = LocalTransport() if group is None else GroupTransport(group)
     return PlainExecutor(request, arithmetic, _stager(request, facts, device, staging), control, transport)
 
@@ -191,7 +202,7 @@ def _stager(request: Request, facts: RankFacts, device: torch.device, memory: Te
     if not served.issuperset(_staged_forms(request)):
         return plain
     if memory is None:
-        memory = torch.zeros(_staging_nbytes(request), dtype=torch.uint8, device=device)
+        memory = allocate(_staging_nbytes(request), device)
     return KernelStager(
         memory, request.max_tokens_per_rank, request.num_experts, request.top_k, request.hidden, plain
     )

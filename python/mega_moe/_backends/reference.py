@@ -107,6 +107,13 @@ class ReferenceArithmetic:
                 dw2[expert] = _outer(dy[rows], grads.h.to(dtype)).to(dw_dtype)
         return RowGrads(dx, dw, dw1, dw2)
 
+    def sum_slots(self, rows: Tensor) -> Tensor:
+        # One after another: a reduction kernel may split the slots by how many tokens there are.
+        total = rows.new_zeros((rows.shape[0], rows.shape[2]), dtype=wide(rows.dtype))
+        for slot in rows.unbind(1):
+            total += slot
+        return total
+
 
 def _outer(left: Tensor, right: Tensor) -> Tensor:
     """``left [M, A]``, ``right [M, B]`` -> ``left^T right [A, B]``, wide."""

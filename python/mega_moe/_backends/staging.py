@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mega_moe._backends import quantize
 from mega_moe._backends.swiglu import wide
+from mega_moe._base.types import SCALE_BLOCK
 from mega_moe._ops import library
 
 _MASKED = 0xFFFF
@@ -85,7 +86,7 @@ class KernelStager:
             codes = self._view(at[0], quantize.E4M3, (tokens, width))
             payload: tuple[Tensor, ...] = (
                 codes,
-                self._view(at[1], torch.float32, (tokens, width // quantize.SCALE_BLOCK)),
+                self._view(at[1], torch.float32, (tokens, width // SCALE_BLOCK)),
             )
         else:
             payload = (self._view(at[0], torch.bfloat16, (tokens, width)),)

@@ -25,9 +25,11 @@ def rounded_sigmoid(gate: Tensor) -> Tensor:
 
 def activate(z: Tensor, clamp: float | None, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid) -> Tensor:
     """``z [M, 2I] = [gate | up]`` -> ``a [M, I] = silu(g) * u``, wide; with clamp c: g = min(g, c), u in [-c, c]."""
-    gate, up = z.to(wide(z.dtype)).chunk(2, dim=-1)
+    gate, up = z.chunk(2, dim=-1)
+    gate = gate.to(wide(z.dtype))
     if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        gate, up = gate.clamp(max=clamp), up.to(gate.dtype).clamp(-clamp, clamp)
+    # Without a clamp up is still narrow: the product widens it as it reads.
     return gate * sigmoid(gate) * up
 
 
@@ -48,15 +50,16 @@ def activate_backward(
 ) -> SwigluGrads:
     """From ``z [M, 2I]``, routing weights ``[M]`` and ``dh [M, I]`` (gradient of h = a * w)."""
     dtype = wide(z.dtype)
-    gate_in, up_in = z.to(dtype).chunk(2, dim=-1)
+    gate_in, up_in = z.chunk(2, dim=-1)
+    gate_in = gate_in.to(dtype)
     gate, up = gate_in, up_in
     if clamp is not None:
+        up_in = up_in.to(dtype)
         gate, up = gate_in.clamp(max=clamp), up_in.clamp(-clamp, clamp)
     share = sigmoid(gate)
     silu = gate * share
     a = silu * up
     column = weight.to(dtype)[:, None]
-    dh = dh.to(dtype)
     da = dh * column
     dgate = da * up * (share * (1 + gate * (1 - share)))
     dup = da * silu

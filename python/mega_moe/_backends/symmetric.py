@@ -98,11 +98,11 @@ class SymmetricMemory:
 
 
 def allocate(nbytes: int, device: torch.device) -> Tensor:
-    """Zeroed bytes; MegaMoEError that says what was needed where the device has too little."""
+    """Zeroed bytes; OutOfMemoryError that says what was needed where the device has too little."""
     try:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
-        raise MegaMoEError(f"the buffer needs {nbytes / 2**20:.0f} MiB on {device}: {error}") from error
+        raise torch.OutOfMemoryError(f"the buffer needs {nbytes} bytes on {device}: {error}") from error
     if memory.data_ptr() % _ALIGNMENT:
         raise MegaMoEError(f"the allocator of {device} gave memory that is not aligned to {_ALIGNMENT} bytes")
     return memory
@@ -124,19 +124,27 @@ def of_group(nbytes: int, device: torch.device, group: Any, control: Control) ->
     """Collective over ``group``: torch's symmetric memory, which maps every rank's part into this process."""
     import torch.distributed._symmetric_memory as symm_mem
 
-    memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(memory, group)
-    bases = [int(address) for address in handle.buffer_ptrs]
-    # The tensor may start inside the memory that was mapped; peers see it at the same distance or not at all.
-    offset = memory.data_ptr() - bases[control.rank]
-    memory.zero_()
-    torch.cuda.synchronize(device)
-    # No rank writes into another's part before that is zero.
-    offsets = control.gather(offset, "allocation of symmetric memory")
-    if len(set(offsets)) > 1 or offset % _ALIGNMENT or not all(bases):
-        raise MegaMoEError(
-            f"symmetric memory: addresses {bases}, offsets {offsets} by rank; want all reachable and one aligned offset"
-        )
+    error: Exception | None = None
+    bases, offset = [0] * control.size, 0
+    try:
+        memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        handle = symm_mem.rendezvous(memory, group)
+        bases = [int(address) for address in handle.buffer_ptrs]
+        # The tensor may start inside the memory that was mapped; peers see it at the same distance or not at all.
+        offset = memory.data_ptr() - bases[control.rank]
+        memory.zero_()
+        torch.cuda.synchronize(device)
+    except RuntimeError as failed:
+        error = failed
+    # No rank writes into another's part before that is zero, nor one that failed.
+    told = control.gather((offset, bases, error and str(error)), "allocation of symmetric memory")
+    if error is not None:
+        raise error
+    listed = "; ".join(
+        f"rank {r}: offset {o}, addresses {b}, {e or 'mapped'}" for r, (o, b, e) in enumerate(told)
+    )
+    if any(o != offset or e or not all(b) for o, b, e in told) or offset % _ALIGNMENT:
+        raise MegaMoEError(f"symmetric memory: want every rank reachable at one aligned offset, got {listed}")
     return SymmetricMemory(memory, [base + offset for base in bases], handle)
 
 

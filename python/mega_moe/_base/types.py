@@ -16,7 +16,7 @@ SCALE_BLOCK = 128
 
 
 def positive_int(name: str, value: object, upper: int | None = None, *, zero: bool = False) -> int:
-    """``value`` as int when it is an integer in [1, upper] (or [0, upper] with ``zero``); else TypeError, ValueError."""
+    """``value`` as int when it is one in [1, upper] (or [0, upper] with ``zero``); else TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), want an int")
     low = 0 if zero else 1

@@ -1,8 +1,8 @@
 """The layer as torch operators: `save` and `run` forward, `backward` and `backward_into` behind them.
 
-Autograd is two nodes. `save` keeps the inputs and returns a token shaped like y; `run` computes y, keeps nothing, and its
-gradient hands dy to `save`. Activation checkpointing therefore stops its recomputation after `save`, before the layer
-itself runs a second time.
+Autograd is two nodes. `save` keeps the inputs and returns a token shaped like y; `run` computes y, keeps nothing, and
+its gradient hands dy to `save`. Activation checkpointing therefore stops its recomputation after `save`, before the
+layer itself runs a second time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _backward(
 
 def _gradients(
     dy: Tensor,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     handle: int,
     clamp: float | None,
     needs: list[bool],

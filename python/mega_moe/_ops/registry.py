@@ -59,5 +59,7 @@ def unregister(handle: int) -> None:
 def get(handle: int) -> Executor:
     executor = _live.get(handle)
     if executor is None:
-        raise MegaMoEError(f"buffer {handle} was destroyed or dropped; keep the MoEBuffer until backward has run")
+        raise MegaMoEError(
+            f"buffer {handle} was destroyed or dropped; keep the MoEBuffer until backward has run"
+        )
     return executor

@@ -1,4 +1,4 @@
-"""What the tests of spread experts share: a rank's part of a problem, and how far it is from what one rank gives."""
+"""What the tests of spread experts share: problems, a rank's part of them, and how far it is from one rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from mega_moe import MoEBuffer
 from mega_moe.testing import Gradients, Problem, random_problem, relative_l2
 
 from ._layer import bits, make_buffer, results
+
+# An error that needs no waiting for anybody: generous for two loaded cores, far below any time-out in use.
+AT_ONCE = 20.0
+SIZES: dict[str, Any] = {
+    "num_experts": 8,
+    "max_tokens_per_rank": 64,
+    "top_k": 2,
+    "hidden": 128,
+    "intermediate": 128,
+    "dtype": torch.float32,
+    "backend": "reference",
+    "arrival_timeout": 30.0,
+    "device": "cpu",
+}
 
 
 class Case(NamedTuple):
@@ -93,3 +107,13 @@ def gap(got: Gradients, want: Gradients) -> Gap:
         for a, b in zip(got[3:], want[3:])
     )
     return Gap(same, errors, slots, tuple(ratios))  # type: ignore[arg-type]
+
+
+def small_problem() -> Problem:
+    """What fits into a buffer of SIZES on two or four ranks."""
+    return random_problem(48, 128, 128, 8, 2, dtype=torch.float32)
+
+
+def small_part(rank: int, size: int = 2) -> Problem:
+    each = 48 // size
+    return part(small_problem(), rank, size, slice(each * rank, each * rank + each))

@@ -163,6 +163,8 @@ def test_doctor_advises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         folder.mkdir(parents=True)
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mega-moe\nVersion: 1.0\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "one"), str(tmp_path / "two"), *sys.path])
+    # Tested from an installed wheel, the imported package is the installed one and hides none.
+    monkeypatch.setattr(mega_moe, "__file__", str(tmp_path / "checkout/mega_moe/__init__.py"))
     cpu = RankFacts(torch_cuda="13.0", library_reason="no such file")
     advice = "\n".join(examine_with(monkeypatch, cpu)["advice"])
     assert "the compiled library is missing (no such file): install the mega-moe wheel" in advice

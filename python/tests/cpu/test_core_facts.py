@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +56,16 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         collect("cuda:1")
 
 
+def driver(version: int, status: int = 0) -> Callable[[str], Any]:
+    """What opens the driver's library: one that serves CUDA ``version`` / 1000."""
+
+    def get_version(into: Any) -> int:
+        into._obj.value = version
+        return status
+
+    return lambda name: SimpleNamespace(cuDriverGetVersion=get_version)
+
+
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that sees an H200 and an L40 without peer access, and the L40 is current."""
@@ -79,7 +89,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "can_device_access_peer": lambda a, b: a > b,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12090, raising=False)
+    monkeypatch.setattr(module.ctypes, "CDLL", driver(12090))
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -115,10 +125,15 @@ def test_the_default_device_is_one_that_the_group_serves() -> None:
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_cuda_getDriverVersion", raising=False)
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(module.ctypes, "CDLL", missing)
     assert collect("cpu").driver_cuda is None
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 0, raising=False)
+    monkeypatch.setattr(module.ctypes, "CDLL", driver(13000, status=100))
     assert collect("cpu").driver_cuda is None
+    monkeypatch.setattr(module.ctypes, "CDLL", driver(13010))
+    assert collect("cpu").driver_cuda == (13, 1)
 
 
 def test_ranks_of_two_containers_are_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

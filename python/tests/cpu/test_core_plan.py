@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import mega_moe
-from mega_moe import BackendRefusedError, FallbackWarning, MoEBuffer
+from mega_moe import BackendRefusedError, FallbackWarning, MegaMoEError, MoEBuffer
 from mega_moe._backends import plan
+from mega_moe._backends.control import LocalControl
 from mega_moe._backends.decide import BACKENDS, check_name, choose, decide
 from mega_moe._backends.facts import RankFacts, Variant
 from mega_moe._backends.request import Request
@@ -119,6 +120,12 @@ def test_names() -> None:
     for wrong in ("Fused", "", "deep_gemm", None, 1, []):
         with pytest.raises(ValueError, match=r"backend: got .*, want auto, fused, grouped, reference"):
             check_name("backend", wrong)  # type: ignore[arg-type]
+
+
+def test_a_choice_that_nothing_can_run_is_not_run_by_something_else() -> None:
+    explanation = plan.explain(request(), [gpu()])
+    with pytest.raises(MegaMoEError, match="'fused' was chosen, but this version cannot run it"):
+        plan.build_executor(explanation, CPU, torch.device("cpu"), LocalControl(), None)
 
 
 # A buffer of one rank
