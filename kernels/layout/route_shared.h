@@ -38,10 +38,10 @@ MEGA_MOE_LAW int row_stride(int num_local) {
 
 MEGA_MOE_LAW RouteShared make_route_shared(int threads, int num_ranks, int num_local, std::int64_t max_blocks,
                                            bool one_chunk) {
-    const std::int64_t warps = ceil_div(std::int64_t{max_tile_tokens(threads, num_ranks)} * num_ranks, 32);
+    const std::int64_t warps = (max_tile_tokens(threads, num_ranks) * num_ranks + 31) / 32;
     RouteShared s{};
     s.state = 0;
-    s.counts = ceil_div(std::int64_t{sizeof(RouteState)}, 16) * 16;
+    s.counts = (std::int64_t{sizeof(RouteState)} + 15) / 16 * 16;
     s.rows = s.counts + num_columns(num_local) * 4;
     s.cta_rows = s.rows + warps * row_stride(num_local) * 4;
     s.before = s.cta_rows + (one_chunk ? 0 : kMaxCtas * 4);

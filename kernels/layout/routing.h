@@ -16,16 +16,17 @@ inline constexpr int kMaxCtas = 256;
 inline constexpr int kCtasPerGroup = 16;
 inline constexpr int kMaxGroups = kMaxCtas / kCtasPerGroup;
 
-MEGA_MOE_LAW std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+// A division of 64-bit numbers is a function call on a GPU.
+MEGA_MOE_LAW int ceil_div(int a, int b) {
     return (a + b - 1) / b;
 }
 
 MEGA_MOE_LAW std::int64_t num_blocks(std::int64_t num_tokens) {
-    return ceil_div(num_tokens, kBlockTokens);
+    return (num_tokens + kBlockTokens - 1) / kBlockTokens;
 }
 
 MEGA_MOE_LAW std::int64_t pad_rows(std::int64_t rows) {
-    return ceil_div(rows, kPadRows) * kPadRows;
+    return (rows + kPadRows - 1) / kPadRows * kPadRows;
 }
 
 // Columns of a count: rows per local expert; resident tokens by first and by last local expert; all rows; all
@@ -83,10 +84,10 @@ MEGA_MOE_LAW int max_tile_tokens(int threads, int num_ranks) {
     return tokens;
 }
 
-MEGA_MOE_LAW Work split_work(std::int64_t most_tokens, int num_ctas, int threads, int num_ranks) {
+MEGA_MOE_LAW Work split_work(int most_tokens, int num_ctas, int threads, int num_ranks) {
     const int longest = max_tile_tokens(threads, num_ranks);
-    const auto share = static_cast<int>(ceil_div(most_tokens, num_ctas));
-    if (share >= longest) return {longest, static_cast<int>(ceil_div(share, longest)) * longest};
+    const int share = ceil_div(most_tokens, num_ctas);
+    if (share >= longest) return {longest, ceil_div(share, longest) * longest};
     int tile = kMinTileTokens < longest ? kMinTileTokens : longest;
     while (tile < share)
         tile *= 2;

@@ -45,13 +45,12 @@ __device__ __forceinline__ void write_record(const Endpoint& e, std::uint64_t ep
 // first.
 __device__ __forceinline__ void give_up(const Endpoint& e, std::uint64_t epoch, Fault fault) {
     const std::uint64_t aborted = abort_word(e);
-    if (aborted != 0) {
-        write_record(e, epoch, {fault.role, Kind::kAborted, fault.index, aborted, 0});
-        return;
-    }
-    write_record(e, epoch, fault);
     const std::uint64_t word =
         layout::encode_abort(static_cast<std::uint64_t>(e.rank), fault.role, fault.kind, fault.index);
+    if (aborted != 0) fault = {fault.role, Kind::kAborted, fault.index, aborted, 0};
+    write_record(e, epoch, fault);
+    if (aborted != 0) return;
+#pragma unroll 1
     for (int peer = 0; peer < e.num_ranks; ++peer)
         ptx::store_relaxed_sys(e.at<std::uint64_t>(peer, e.control_offset) + layout::kAbortWord, word);
 }

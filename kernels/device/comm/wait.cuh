@@ -20,6 +20,7 @@ __device__ __forceinline__ bool wait_for(const Endpoint& e, Load load, std::uint
     if (seen >= wanted) return true;
     const std::int64_t start = ptx::global_timer();
     for (;;) {
+#pragma unroll 1
         for (int i = 0; i < kPollsPerCheck; ++i) {
             seen = load();
             if (seen >= wanted) return true;

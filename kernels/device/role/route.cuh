@@ -72,7 +72,7 @@ __device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m
                                             TokenIds& ids) {
     const int most_tokens = m.state.most_tokens;
     const auto blocks = static_cast<int>(layout::num_blocks(most_tokens));
-    const auto used_ctas = static_cast<int>(layout::ceil_div(most_tokens, r.range_tokens));
+    const int used_ctas = layout::ceil_div(most_tokens, r.range_tokens);
     const bool single_tile = r.end - r.first <= r.tile_tokens;
     if (!p.one_chunk) sum_blocks<Threads>(p, m, r, used_ctas, blocks);
     Segment s{};
@@ -84,14 +84,15 @@ __device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m
         s.starts_here = s.chunk == 0 ? blockIdx.x == 0 : s.first == chunk_first;
         if (s.first < s.end || (s.chunk == 0 && blockIdx.x == 0)) {
             place_columns<Threads>(p, m, r, s, used_ctas, blocks);
-            Place at = place_in_tile(p, m.state, r.tile_tokens, s.first, s.end);
-            if (!single_tile) ids = tile_ids(p, m.state, at, false);
-            for (int first = s.first; first < s.end; first += r.tile_tokens) {
+            // One step ahead: the ids of a tile are on their way while the tile before it is placed.
+            Place at{};
+            for (int first = s.first - r.tile_tokens; first < s.end; first += r.tile_tokens) {
                 const Place next = place_in_tile(p, m.state, r.tile_tokens, first + r.tile_tokens, s.end);
-                const TokenIds next_ids = tile_ids(p, m.state, next, false);
-                place_tile<Threads>(p, m, r, at, ids);
+                TokenIds next_ids = ids;
+                if (!single_tile) next_ids = tile_ids(p, m.state, next, false);
+                if (first >= s.first) place_tile<Threads>(p, m, r, at, ids);
                 at = next;
-                if (!single_tile) ids = next_ids;
+                ids = next_ids;
             }
         }
         ++s.chunk;

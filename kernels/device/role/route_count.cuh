@@ -105,21 +105,27 @@ template <int Threads>
 __device__ __forceinline__ void count_range(const RouteParams& p, RouteMemory& m, const CtaRange& r,
                                             TokenIds& ids) {
     const int columns = layout::num_columns(p.num_local);
-    TokenIds next = tile_ids(p, m.state, place_in_tile(p, m.state, r.tile_tokens, r.first, r.end), true);
-    for (int first = r.first; first < r.end; first += r.tile_tokens) {
-        ids = next;
-        if (first + r.tile_tokens < r.end)
-            next = tile_ids(p, m.state,
-                            place_in_tile(p, m.state, r.tile_tokens, first + r.tile_tokens, r.end), true);
-        if (!p.one_chunk && first % layout::kBlockTokens == 0) {
-            __syncthreads();
-            std::uint32_t* row = p.block_counts + std::int64_t{first / layout::kBlockTokens} * columns;
+    // One step ahead: the ids of a tile are on their way while the tile before it is counted.
+    TokenIds current = masked_ids();
 #pragma unroll 1
-            for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
-                row[i] = m.counts[i];
-            __syncthreads();
+    for (int first = r.first - r.tile_tokens; first < r.end; first += r.tile_tokens) {
+        const int next_first = first + r.tile_tokens;
+        TokenIds next = masked_ids();
+        if (next_first < r.end)
+            next = tile_ids(p, m.state, place_in_tile(p, m.state, r.tile_tokens, next_first, r.end), true);
+        if (first >= r.first) {
+            if (!p.one_chunk && first % layout::kBlockTokens == 0) {
+                __syncthreads();
+                std::uint32_t* row = p.block_counts + std::int64_t{first / layout::kBlockTokens} * columns;
+#pragma unroll 1
+                for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
+                    row[i] = m.counts[i];
+                __syncthreads();
+            }
+            count_token(p, m.counts, current);
+            ids = current;
         }
-        count_token(p, m.counts, ids);
+        current = next;
     }
     __syncthreads();
     const std::int64_t bank = static_cast<std::int64_t>(m.state.epoch % 2) * layout::kMaxGroups;

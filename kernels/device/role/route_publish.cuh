@@ -61,7 +61,7 @@ template <int Threads>
 __device__ __forceinline__ void publish_blocks(const RouteParams& p, std::uint64_t epoch) {
     const Endpoint& e = p.endpoint;
     const auto blocks = static_cast<int>(layout::num_blocks(p.num_tokens));
-    const auto share = static_cast<int>(layout::ceil_div(blocks, gridDim.x));
+    const int share = layout::ceil_div(blocks, static_cast<int>(gridDim.x));
     const int first = min(static_cast<int>(blockIdx.x) * share, blocks);
     const int end = min(first + share, blocks);
     const int end_token = min(end * layout::kBlockTokens, p.num_tokens);
@@ -75,14 +75,13 @@ __device__ __forceinline__ void publish_blocks(const RouteParams& p, std::uint64
         if (bad_slot >= 0) report_bad_id(p, epoch, token, bad_slot);
     }
     __syncthreads();
+    // Covers what the other threads of the CTA wrote before they met this one.
+    if (static_cast<int>(threadIdx.x) < (end - first) * e.num_ranks) ptx::fence_sys();
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < (end - first) * e.num_ranks; i += Threads) {
         const std::int64_t block = first + i / e.num_ranks;
-        std::uint64_t* flag =
-            e.at<std::uint64_t>(i % e.num_ranks, p.block_flags) + std::int64_t{e.rank} * p.max_blocks + block;
-        // The fence covers what the other threads of the CTA wrote before they met this one.
-        ptx::fence_sys();
-        ptx::store_release_sys(flag, epoch);
+        std::uint64_t* flags = e.at<std::uint64_t>(i % e.num_ranks, p.block_flags);
+        ptx::store_relaxed_sys(flags + std::int64_t{e.rank} * p.max_blocks + block, epoch);
     }
 }
 

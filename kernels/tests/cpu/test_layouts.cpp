@@ -84,7 +84,7 @@ void test_work() {
     for (const int threads : {128, 384, 512, 1024})
         for (const int ranks : {1, 2, 3, 8, 32})
             for (const int ctas : {1, 16, 132, 256})
-                for (const std::int64_t tokens : {0, 1, 127, 2048, 16384, 32768, 1048575}) {
+                for (const int tokens : {0, 1, 127, 2048, 16384, 32768, 1048575}) {
                     const layout::Work w = layout::split_work(tokens, ctas, threads, ranks);
                     CHECK(std::int64_t{w.range_tokens} * ctas >= tokens, "tokens left over");
                     CHECK(w.range_tokens % w.tile_tokens == 0 && layout::kBlockTokens % w.tile_tokens == 0,

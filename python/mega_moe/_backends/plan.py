@@ -117,7 +117,7 @@ def build_executor(
     device: torch.device,
     control: Control,
     group: Any,
-    staging: Tensor | None,
+    staging: Tensor | None = None,
 ) -> PlainExecutor:
     """The executor of the chosen backend on this rank; ``staging``: memory for the staging kernel, if there is some."""
     request = explanation.request
