@@ -49,7 +49,9 @@ def stage_instance(variant: Variant) -> str:
 
 
 def route_instance(variant: Variant) -> str:
-    return INSTANCE.format(header="sm90_route.cuh", name=variant["name"], kernel=f"sm90_route<{variant['threads']}>")
+    return INSTANCE.format(
+        header="sm90_route.cuh", name=variant["name"], kernel=f"sm90_route<{variant['threads']}>"
+    )
 
 
 def clock_probe_instance(variant: Variant) -> str:

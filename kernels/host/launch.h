@@ -13,7 +13,8 @@ Status prepare_launch(Op op, Precision precision, int device, DeviceFacts& facts
 Status launch_variant(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
                       void* stream) noexcept;
 
-// The same for kernels whose blocks wait for one another: refused by the driver unless all fit on the device at once.
+// The same for kernels whose blocks wait for one another: refused by the driver unless all fit on the device
+// at once.
 Status launch_cooperative(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
                           void* stream) noexcept;
 
