@@ -30,8 +30,8 @@ class VirtualRanks:
         shape: Shape,
         *,
         num_sms: int | None = None,
-        arrival: float = 60.0,
-        progress: float = 30.0,
+        arrival: float = 10.0,
+        progress: float = 10.0,
         poison: int | None = 0xEE,
     ) -> None:
         self.shape, self.device = shape, device
