@@ -70,6 +70,17 @@ __device__ __forceinline__ LocalIds local_ids(const RouteParams& p) {
             static_cast<std::uint32_t>(p.num_local)};
 }
 
+__device__ __forceinline__ bool has_local(const RouteParams& p, const TokenIds& ids) {
+    const LocalIds local = local_ids(p);
+    bool any = false;
+#pragma unroll
+    for (int slot = 0; slot < kMaxTopK; ++slot) {
+        if (slot >= p.top_k) break;
+        any |= local.holds(local(ids[slot]));
+    }
+    return any;
+}
+
 // Adds one token to the CTA's counts. Sums of integers, so the order of the atomic additions does not matter.
 __device__ __forceinline__ void count_token(const RouteParams& p, std::uint32_t* counts,
                                             const TokenIds& ids) {

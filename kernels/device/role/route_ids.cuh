@@ -121,13 +121,42 @@ __device__ __forceinline__ float* published_weights(const RouteParams& p, int ra
     return p.endpoint.at<float>(rank, bank) + token * p.top_k;
 }
 
-// Bits of the fp32 weight of a slot. A single rank publishes nothing and reads the caller's tensors.
-__device__ __forceinline__ std::uint32_t weight_bits(const RouteParams& p, int rank, std::int64_t token,
-                                                     int slot, std::uint64_t epoch) {
-    if (!p.weighted) return 0;
-    if (p.endpoint.num_ranks == 1) return raw_weight_bits(p, token * p.top_k + slot);
-    return ptx::load_relaxed_sys(
-        reinterpret_cast<const std::uint32_t*>(published_weights(p, rank, token, epoch)) + slot);
+// fp32 bits of a token's weights, loaded at once: a load for each row would be waited for before its store.
+struct TokenWeights {
+    std::uint32_t bits[kMaxTopK];
+};
+
+// A single rank publishes nothing and reads the caller's tensors.
+__device__ __forceinline__ TokenWeights token_weights(const RouteParams& p, int rank, std::int64_t token,
+                                                      std::uint64_t epoch) {
+    TokenWeights w;
+#pragma unroll
+    for (int slot = 0; slot < kMaxTopK; ++slot)
+        w.bits[slot] = 0;
+    if (!p.weighted) return w;
+    if (p.endpoint.num_ranks == 1) {
+#pragma unroll
+        for (int slot = 0; slot < kMaxTopK; ++slot)
+            if (slot < p.top_k) w.bits[slot] = raw_weight_bits(p, token * p.top_k + slot);
+        return w;
+    }
+    const auto* row = reinterpret_cast<const std::uint32_t*>(published_weights(p, rank, token, epoch));
+    if (p.top_k % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kMaxTopK / 4; ++i) {
+            if (i * 4 >= p.top_k) continue;
+            const uint4 v = ptx::load_relaxed_sys(reinterpret_cast<const uint4*>(row) + i);
+            w.bits[4 * i] = v.x;
+            w.bits[4 * i + 1] = v.y;
+            w.bits[4 * i + 2] = v.z;
+            w.bits[4 * i + 3] = v.w;
+        }
+    } else {
+#pragma unroll
+        for (int slot = 0; slot < kMaxTopK; ++slot)
+            if (slot < p.top_k) w.bits[slot] = ptx::load_relaxed_sys(row + slot);
+    }
+    return w;
 }
 
 }  // namespace mega_moe::device

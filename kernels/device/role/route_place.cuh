@@ -132,8 +132,8 @@ __device__ __forceinline__ void place_warps(const RouteParams& p, RouteMemory& m
 }
 
 __device__ __forceinline__ void write_entries(const RouteParams& p, const std::uint32_t* row,
-                                              const TokenIds& ids, const Ranked& r, const Place& at,
-                                              std::uint64_t epoch) {
+                                              const TokenIds& ids, const TokenWeights& weights,
+                                              const Ranked& r, const Place& at) {
     const LocalIds local = local_ids(p);
     const auto token = static_cast<std::uint32_t>(at.token);
     const auto rank = static_cast<std::uint32_t>(at.rank);
@@ -148,8 +148,7 @@ __device__ __forceinline__ void write_entries(const RouteParams& p, const std::u
         const std::uint32_t expert = local(ids[slot]);
         if (!local.holds(expert)) continue;
         const std::uint32_t where = row[expert] + r.slots[slot];
-        const std::uint32_t weight = weight_bits(p, at.rank, at.token, slot, epoch);
-        p.slots[where] = std::uint64_t{weight} << 32 |
+        p.slots[where] = std::uint64_t{weights.bits[slot]} << 32 |
                          layout::encode_source(token, rank, static_cast<std::uint32_t>(slot));
         *list++ = where;
     }
@@ -162,12 +161,15 @@ __device__ __forceinline__ void place_tile(const RouteParams& p, RouteMemory& m,
     const int warps = (range.tile_tokens * p.endpoint.num_ranks + 31) / 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     std::uint32_t* row = m.rows + warp * layout::row_stride(p.num_local);
+    // On their way while the warps count. Most tokens of many ranks have no expert here.
+    TokenWeights weights{};
+    if (has_local(p, ids)) weights = token_weights(p, at.rank, at.token, m.state.epoch);
     Ranked r{};
     if (warp < warps) r = rank_in_warp(p, row, ids);
     __syncthreads();
     place_warps<Threads>(p, m, warps);
     __syncthreads();
-    if (r.rows > 0) write_entries(p, row, ids, r, at, m.state.epoch);
+    if (r.rows > 0) write_entries(p, row, ids, weights, r, at);
     __syncthreads();
 }
 
