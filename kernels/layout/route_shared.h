@@ -25,25 +25,28 @@ struct RouteState {
 struct RouteShared {
     std::int64_t state;
     std::int64_t counts;  // uint32 [columns]: counts of this CTA, later where its next entries go
-    std::int64_t rows;    // uint32 [warps][row_stride]: the same of each warp of a tile; scratch of the scans
+    std::int64_t rows;    // uint32 [warps][columns]: the same of each warp
+    std::int64_t
+        masks;  // uint32 [warps][3 * num_local]: lanes by column; the first row also serves the scans
     std::int64_t cta_rows;  // uint32 [kMaxCtas]: rows before each CTA, with several chunks only
     std::int64_t before;    // uint32 [max_blocks]: rows before each block, with several chunks only
     std::int64_t total;
 };
 
-// Per warp: lanes or counts by expert, by first and by last local expert, and the warp's rows.
-MEGA_MOE_LAW int row_stride(int num_local) {
-    return 3 * num_local + 1;
+// Warps of a CTA that take tokens. Fewer for few ranks, which have more experts each and thus longer rows.
+MEGA_MOE_LAW int route_warps(int threads, int num_ranks) {
+    return (max_tile_tokens(threads, num_ranks) * num_ranks + 31) / 32;
 }
 
 MEGA_MOE_LAW RouteShared make_route_shared(int threads, int num_ranks, int num_local, std::int64_t max_blocks,
                                            bool one_chunk) {
-    const std::int64_t warps = (max_tile_tokens(threads, num_ranks) * num_ranks + 31) / 32;
+    const std::int64_t warps = route_warps(threads, num_ranks);
     RouteShared s{};
     s.state = 0;
     s.counts = (std::int64_t{sizeof(RouteState)} + 15) / 16 * 16;
     s.rows = s.counts + num_columns(num_local) * 4;
-    s.cta_rows = s.rows + warps * row_stride(num_local) * 4;
+    s.masks = s.rows + warps * num_columns(num_local) * 4;
+    s.cta_rows = s.masks + warps * column_of_rows(num_local) * 4;
     s.before = s.cta_rows + (one_chunk ? 0 : kMaxCtas * 4);
     s.total = s.before + (one_chunk ? 0 : max_blocks * 4);
     return s;

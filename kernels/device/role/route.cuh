@@ -17,8 +17,12 @@ __device__ __forceinline__ RouteMemory route_memory(const RouteParams& p, std::b
     const layout::RouteShared at =
         layout::make_route_shared(threads, p.endpoint.num_ranks, p.num_local, p.max_blocks, p.one_chunk);
     const auto words = [&](std::int64_t offset) { return reinterpret_cast<std::uint32_t*>(shared + offset); };
-    return {*reinterpret_cast<layout::RouteState*>(shared + at.state), words(at.counts), words(at.rows),
-            words(at.cta_rows), words(at.before)};
+    return {*reinterpret_cast<layout::RouteState*>(shared + at.state),
+            words(at.counts),
+            words(at.rows),
+            words(at.masks),
+            words(at.cta_rows),
+            words(at.before)};
 }
 
 // All threads: learns the number of the launch and, with several ranks, opens it with them.
@@ -73,7 +77,6 @@ __device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m
     const int most_tokens = m.state.most_tokens;
     const auto blocks = static_cast<int>(layout::num_blocks(most_tokens));
     const int used_ctas = layout::ceil_div(most_tokens, r.range_tokens);
-    const bool single_tile = r.end - r.first <= r.tile_tokens;
     if (!p.one_chunk) sum_blocks<Threads>(p, m, r, used_ctas, blocks);
     Segment s{};
     do {
@@ -83,17 +86,10 @@ __device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m
         s.end = min(s.end_block * layout::kBlockTokens, r.end);
         s.starts_here = s.chunk == 0 ? blockIdx.x == 0 : s.first == chunk_first;
         if (s.first < s.end || (s.chunk == 0 && blockIdx.x == 0)) {
+            // With several chunks the warps of a segment are not those of the CTA's range.
+            if (!p.one_chunk) count_by_warps<Threads>(p, m, s.first, s.end, false, ids);
             place_columns<Threads>(p, m, r, s, used_ctas, blocks);
-            // One step ahead: the ids of a tile are on their way while the tile before it is placed.
-            Place at{};
-            for (int first = s.first - r.tile_tokens; first < s.end; first += r.tile_tokens) {
-                const Place next = place_in_tile(p, m.state, r.tile_tokens, first + r.tile_tokens, s.end);
-                TokenIds next_ids = ids;
-                if (!single_tile) next_ids = tile_ids(p, m.state, next, false);
-                if (first >= s.first) place_tile<Threads>(p, m, r, at, ids);
-                at = next;
-                ids = next_ids;
-            }
+            place_run(p, m, warp_run<Threads>(p, s.first, s.end), ids);
         }
         ++s.chunk;
         s.first_block = s.end_block;
@@ -112,8 +108,7 @@ __device__ __forceinline__ bool route(const RouteParams& p, std::byte* shared) {
     const layout::Work work =
         layout::split_work(m.state.most_tokens, static_cast<int>(gridDim.x), Threads, e.num_ranks);
     const int first = min(static_cast<int>(blockIdx.x) * work.range_tokens, m.state.most_tokens);
-    const CtaRange range{work.tile_tokens, work.range_tokens, first,
-                         min(first + work.range_tokens, m.state.most_tokens)};
+    const CtaRange range{work.range_tokens, first, min(first + work.range_tokens, m.state.most_tokens)};
     const bool going = m.state.lost == 0 && m.state.refused == 0;
     if (e.num_ranks > 1 && going) {
         await_ids<Threads>(p, m.state, range.first, range.end);

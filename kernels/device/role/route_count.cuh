@@ -14,37 +14,56 @@ struct RouteMemory {
     layout::RouteState& state;
     std::uint32_t* counts;
     std::uint32_t* rows;
+    std::uint32_t* masks;
     std::uint32_t* cta_rows;
     std::uint32_t* before;
 };
 
-// Tokens of all ranks that this CTA takes, in tiles.
+// Tokens of all ranks that this CTA takes.
 struct CtaRange {
-    int tile_tokens;
     int range_tokens;
     int first;  // token
     int end;
 };
 
-// The token and source rank of this thread in a tile.
+// Pairs of a token and its source rank, numbered token * num_ranks + rank, that a warp takes in order, a pair
+// to a lane. Empty for a warp that takes none.
+struct WarpRun {
+    int first;
+    int end;
+
+    __device__ __forceinline__ bool is_one_step() const { return end - first <= 32; }
+};
+
+template <int Threads>
+__device__ __forceinline__ WarpRun warp_run(const RouteParams& p, int first_token, int end_token) {
+    const int num_ranks = p.endpoint.num_ranks;
+    const int warps = layout::route_warps(Threads, num_ranks);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int end = end_token * num_ranks;
+    const int length = layout::ceil_div(max(end_token - first_token, 0) * num_ranks, 32 * warps) * 32;
+    const int first = warp < warps ? min(first_token * num_ranks + warp * length, end) : end;
+    return {first, min(first + length, end)};
+}
+
+// The token and source rank of this lane.
 struct Place {
     int token;
     int rank;
     bool live;  // there is such a token
 };
 
-__device__ __forceinline__ Place place_in_tile(const RouteParams& p, const layout::RouteState& state,
-                                               int tile_tokens, int first, int end) {
-    const int num_ranks = p.endpoint.num_ranks;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int token = first + thread / num_ranks;
-    const int rank = thread % num_ranks;
-    const bool in_tile = thread < tile_tokens * num_ranks && token < end;
-    return {token, rank, in_tile && token < state.tokens[rank]};
+__device__ __forceinline__ Place place_in_run(const RouteParams& p, const layout::RouteState& state,
+                                              const WarpRun& run, int first) {
+    const auto num_ranks = static_cast<unsigned>(p.endpoint.num_ranks);
+    const auto pair = static_cast<unsigned>(first) + ptx::lane_id();
+    const auto token = static_cast<int>(pair / num_ranks);
+    const auto rank = static_cast<int>(pair % num_ranks);
+    return {token, rank, static_cast<int>(pair) < run.end && token < state.tokens[rank]};
 }
 
-// Ids of this thread's token; a single rank reads the caller's and, if told so, reports bad ones.
-__device__ __forceinline__ TokenIds tile_ids(const RouteParams& p, const layout::RouteState& state,
+// Ids of this lane's token; a single rank reads the caller's and, if told so, reports bad ones.
+__device__ __forceinline__ TokenIds lane_ids(const RouteParams& p, const layout::RouteState& state,
                                              const Place& at, bool report) {
     if (!at.live) return masked_ids();
     if (p.endpoint.num_ranks > 1)
@@ -81,11 +100,11 @@ __device__ __forceinline__ bool has_local(const RouteParams& p, const TokenIds& 
     return any;
 }
 
-// Adds one token to the CTA's counts. Sums of integers, so the order of the atomic additions does not matter.
-__device__ __forceinline__ void count_token(const RouteParams& p, std::uint32_t* counts,
-                                            const TokenIds& ids) {
+// Adds this lane's token to `counts`, its rows and itself to the lane's own sums. Sums of integers, so the
+// order of the atomic additions does not matter.
+__device__ __forceinline__ void count_token(const RouteParams& p, std::uint32_t* counts, const TokenIds& ids,
+                                            std::uint32_t& rows, std::uint32_t& residents) {
     const LocalIds local = local_ids(p);
-    std::uint32_t rows = 0;
     std::uint32_t first = local.num_local;
     std::uint32_t last = 0;
 #pragma unroll
@@ -98,47 +117,95 @@ __device__ __forceinline__ void count_token(const RouteParams& p, std::uint32_t*
         last = max(last, expert);
         ++rows;
     }
-    if (rows > 0) {
-        atomicAdd(counts + layout::column_of_first(p.num_local) + first, 1u);
-        atomicAdd(counts + layout::column_of_last(p.num_local) + last, 1u);
-    }
-    const std::uint32_t warp_rows = ptx::sum(rows);
-    const std::uint32_t residents = ptx::ballot(rows > 0);
-    if (ptx::lane_id() != 0 || warp_rows == 0) return;
-    atomicAdd(counts + layout::column_of_rows(p.num_local), warp_rows);
-    atomicAdd(counts + layout::column_of_residents(p.num_local),
-              static_cast<std::uint32_t>(__popc(residents)));
+    if (first == local.num_local) return;
+    atomicAdd(counts + layout::column_of_first(p.num_local) + first, 1u);
+    atomicAdd(counts + layout::column_of_last(p.num_local) + last, 1u);
+    ++residents;
 }
 
-// All threads: counts the CTA's tokens, and notes what came before each block that starts in its range. `ids`
-// ends as those of the last tile, so that a CTA with one tile need not load them again.
+// One warp: adds its run to `counts`. `ids` ends as those of the last step, so that a warp with one step need
+// not load them again.
+__device__ __forceinline__ void count_run(const RouteParams& p, const layout::RouteState& state,
+                                          const WarpRun& run, std::uint32_t* counts, bool report,
+                                          TokenIds& ids) {
+    std::uint32_t rows = 0;
+    std::uint32_t residents = 0;
+    // One step ahead: the ids of a step are on their way while the step before it is counted.
+    TokenIds next = lane_ids(p, state, place_in_run(p, state, run, run.first), report);
+#pragma unroll 1
+    for (int first = run.first; first < run.end; first += 32) {
+        ids = next;
+        next = lane_ids(p, state, place_in_run(p, state, run, first + 32), report);
+        count_token(p, counts, ids, rows, residents);
+    }
+    rows = ptx::sum(rows);
+    residents = ptx::sum(residents);
+    if (ptx::lane_id() != 0 || rows == 0) return;
+    atomicAdd(counts + layout::column_of_rows(p.num_local), rows);
+    atomicAdd(counts + layout::column_of_residents(p.num_local), residents);
+}
+
+// All threads: counts tokens [first, end) by warps. Leaves what came before each warp in its row of m.rows,
+// and the sums of all in m.counts, each written by the thread that has it in a loop over the columns.
+template <int Threads>
+__device__ __forceinline__ void count_by_warps(const RouteParams& p, RouteMemory& m, int first, int end,
+                                               bool report, TokenIds& ids) {
+    const int columns = layout::num_columns(p.num_local);
+    const int warps = layout::route_warps(Threads, p.endpoint.num_ranks);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (warp < warps) {
+        std::uint32_t* row = m.rows + warp * columns;
+        for (int i = static_cast<int>(ptx::lane_id()); i < columns; i += 32)
+            row[i] = 0;
+        __syncwarp();
+        count_run(p, m.state, warp_run<Threads>(p, first, end), row, report, ids);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads) {
+        std::uint32_t before = 0;
+#pragma unroll 4
+        for (int w = 0; w < warps; ++w) {
+            const std::uint32_t count = m.rows[w * columns + i];
+            m.rows[w * columns + i] = before;
+            before += count;
+        }
+        m.counts[i] = before;
+    }
+}
+
+// All threads: counts the CTA's tokens in m.counts, and notes what came before each block that starts in its
+// range.
+template <int Threads>
+__device__ __forceinline__ void count_by_blocks(const RouteParams& p, RouteMemory& m, const CtaRange& r,
+                                                TokenIds& ids) {
+    const int columns = layout::num_columns(p.num_local);
+    for (int first = r.first; first < r.end;) {
+        const int block = first / layout::kBlockTokens;
+        const int end = min((block + 1) * layout::kBlockTokens, r.end);
+        if (first % layout::kBlockTokens == 0) {
+            std::uint32_t* row = p.block_counts + std::int64_t{block} * columns;
+#pragma unroll 1
+            for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
+                row[i] = m.counts[i];
+            __syncthreads();
+        }
+        count_run(p, m.state, warp_run<Threads>(p, first, end), m.counts, true, ids);
+        __syncthreads();
+        first = end;
+    }
+}
+
+// All threads: counts the CTA's tokens and hands the counts to the other CTAs. `ids` ends as count_run leaves
+// them.
 template <int Threads>
 __device__ __forceinline__ void count_range(const RouteParams& p, RouteMemory& m, const CtaRange& r,
                                             TokenIds& ids) {
     const int columns = layout::num_columns(p.num_local);
-    // One step ahead: the ids of a tile are on their way while the tile before it is counted.
-    TokenIds current = masked_ids();
-#pragma unroll 1
-    for (int first = r.first - r.tile_tokens; first < r.end; first += r.tile_tokens) {
-        const int next_first = first + r.tile_tokens;
-        TokenIds next = masked_ids();
-        if (next_first < r.end)
-            next = tile_ids(p, m.state, place_in_tile(p, m.state, r.tile_tokens, next_first, r.end), true);
-        if (first >= r.first) {
-            if (!p.one_chunk && first % layout::kBlockTokens == 0) {
-                __syncthreads();
-                std::uint32_t* row = p.block_counts + std::int64_t{first / layout::kBlockTokens} * columns;
-#pragma unroll 1
-                for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
-                    row[i] = m.counts[i];
-                __syncthreads();
-            }
-            count_token(p, m.counts, current);
-            ids = current;
-        }
-        current = next;
-    }
-    __syncthreads();
+    if (p.one_chunk)
+        count_by_warps<Threads>(p, m, r.first, r.end, true, ids);
+    else
+        count_by_blocks<Threads>(p, m, r, ids);
     const std::int64_t bank = static_cast<std::int64_t>(m.state.epoch % 2) * layout::kMaxGroups;
     std::uint32_t* group = p.group_counts + (bank + blockIdx.x / layout::kCtasPerGroup) * columns;
     std::uint32_t* own = p.cta_counts + std::int64_t{blockIdx.x} * columns;

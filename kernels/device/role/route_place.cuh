@@ -4,173 +4,156 @@
 #include "device/ptx/warp.cuh"
 #include "device/role/route_scan.cuh"
 
-// The entries of a tile: each warp ranks its tokens by expert, the CTA sums over its warps, each thread
-// writes.
+// The entries of a CTA's tokens. Each warp has its own run of them and knows where its entries go, so warps
+// meet no more once they place.
 namespace mega_moe::device {
 
-// Number of a token's rows that come before it in its warp, by slot: 16 bits each, two in a register.
-struct SlotRanks {
-    std::uint32_t pair[kMaxTopK / 2];
-
-    __device__ __forceinline__ void set(int slot, std::uint32_t rank) {
-        pair[slot / 2] = slot % 2 == 0 ? rank : pair[slot / 2] | rank << 16;
-    }
-    __device__ __forceinline__ std::uint32_t operator[](int slot) const {
-        return slot % 2 == 0 ? pair[slot / 2] & 0xFFFFu : pair[slot / 2] >> 16;
-    }
+// One warp's shared memory: where its next entry of each column goes, and the lanes that have one.
+struct WarpColumns {
+    std::uint32_t* next;
+    std::uint32_t* lanes;  // zero between steps
 };
 
-struct Ranked {
-    SlotRanks slots;
-    std::uint32_t rows;         // of the token on this rank
-    std::uint32_t rows_before;  // in the warp
-    std::uint32_t first;        // local experts; only with rows > 0
-    std::uint32_t last;
-    std::uint32_t rank_of_first;  // among the warp's tokens with the same first local expert
-    std::uint32_t rank_of_last;
+// A lane's token.
+struct LaneToken {
+    TokenIds ids;
+    TokenWeights weights;
+    std::uint32_t source;  // encode_source of slot 0
 };
+
+__device__ __forceinline__ void write_row(const RouteParams& p, const LaneToken& t, int slot,
+                                          std::uint32_t where, std::uint32_t*& list) {
+    p.slots[where] = std::uint64_t{t.weights.bits[slot]} << 32 |
+                     (t.source | layout::encode_source(0, 0, static_cast<std::uint32_t>(slot)));
+    *list++ = where;
+}
 
 // A token that names an expert twice has two rows there, which lane masks cannot count: one lane after the
 // other then.
-__device__ __forceinline__ void rank_serially(const RouteParams& p, std::uint32_t* row, const TokenIds& ids,
-                                              Ranked& r) {
+__device__ __forceinline__ void write_serially(const RouteParams& p, const WarpColumns& c, const LaneToken& t,
+                                               std::uint32_t* list) {
     const LocalIds local = local_ids(p);
-    for (int i = static_cast<int>(ptx::lane_id()); i < p.num_local; i += 32)
-        row[i] = 0;
-    __syncwarp();
+#pragma unroll 1
     for (std::uint32_t lane = 0; lane < 32; ++lane) {
         if (ptx::lane_id() == lane) {
 #pragma unroll
             for (int slot = 0; slot < kMaxTopK; ++slot) {
                 if (slot >= p.top_k) break;
-                const std::uint32_t expert = local(ids[slot]);
-                if (local.holds(expert))
-                    r.slots.set(slot, row[expert]++);
-                else
-                    r.slots.set(slot, 0);
+                const std::uint32_t expert = local(t.ids[slot]);
+                if (local.holds(expert)) write_row(p, t, slot, c.next[expert]++, list);
             }
         }
         __syncwarp();
     }
 }
 
-// One warp, over its row of m.rows: leaves there how many rows or tokens of the warp each column has.
-__device__ __forceinline__ Ranked rank_in_warp(const RouteParams& p, std::uint32_t* row,
-                                               const TokenIds& ids) {
+// One warp, a token to a lane; `next_row` is where the warp's rows in slot_list go on. Returns their number.
+__device__ __forceinline__ std::uint32_t place_step(const RouteParams& p, const WarpColumns& c,
+                                                    const LaneToken& t, std::uint32_t next_row) {
     const LocalIds local = local_ids(p);
-    const int columns = 3 * p.num_local;
-    const auto lane = static_cast<int>(ptx::lane_id());
-#pragma unroll 1
-    for (int i = lane; i < columns; i += 32)
-        row[i] = 0;
-    __syncwarp();
-    Ranked r{};
-    r.first = local.num_local;
-    const std::uint32_t own = 1u << lane;
+    const std::uint32_t own = 1u << ptx::lane_id();
     std::uint32_t twice = 0;
+    std::uint32_t rows = 0;
+    std::uint32_t first = local.num_local;
+    std::uint32_t last = 0;
 #pragma unroll
     for (int slot = 0; slot < kMaxTopK; ++slot) {
         if (slot >= p.top_k) break;
-        const std::uint32_t expert = local(ids[slot]);
+        const std::uint32_t expert = local(t.ids[slot]);
         if (!local.holds(expert)) continue;
-        twice |= atomicOr(row + expert, own) & own;
-        r.first = min(r.first, expert);
-        r.last = max(r.last, expert);
-        ++r.rows;
+        twice |= atomicOr(c.lanes + expert, own) & own;
+        first = min(first, expert);
+        last = max(last, expert);
+        ++rows;
     }
-    std::uint32_t* firsts = row + layout::column_of_first(p.num_local);
-    std::uint32_t* lasts = row + layout::column_of_last(p.num_local);
-    if (r.rows > 0) {
-        atomicOr(firsts + r.first, own);
-        atomicOr(lasts + r.last, own);
+    first += static_cast<std::uint32_t>(layout::column_of_first(p.num_local));
+    last += static_cast<std::uint32_t>(layout::column_of_last(p.num_local));
+    if (rows > 0) {
+        atomicOr(c.lanes + first, own);
+        atomicOr(c.lanes + last, own);
     }
+    const std::uint32_t up_to = ptx::inclusive_sum(rows);
     __syncwarp();
     const bool serial = ptx::any(twice != 0);
     const std::uint32_t lower = ptx::lower_lanes();
-    const auto ranked = [&](std::uint32_t lanes) {
-        return static_cast<std::uint32_t>(__popc(lanes & lower));
+    const auto where = [&](std::uint32_t column) {
+        return c.next[column] + static_cast<std::uint32_t>(__popc(c.lanes[column] & lower));
     };
-    if (!serial) {
-#pragma unroll
-        for (int slot = 0; slot < kMaxTopK; ++slot) {
-            if (slot >= p.top_k) break;
-            const std::uint32_t expert = local(ids[slot]);
-            r.slots.set(slot, local.holds(expert) ? ranked(row[expert]) : 0);
-        }
+    const std::uint32_t list = next_row + up_to - rows;
+    if (rows > 0) {
+        const std::uint64_t entry =
+            std::uint64_t{list} << 32 | (t.source | layout::encode_source(0, 0, rows - 1));
+        const std::uint32_t pull = where(first);
+        const std::uint32_t push = where(last);
+        p.pull_list[pull] = entry;
+        p.push_list[push] = entry;
     }
-    if (r.rows > 0) {
-        r.rank_of_first = ranked(firsts[r.first]);
-        r.rank_of_last = ranked(lasts[r.last]);
+    if (serial) {
+        write_serially(p, c, t, p.slot_list + list);
+    } else {
+        std::uint32_t* out = p.slot_list + list;
+        // Four sums before four stores, which the compiler would not change places with.
+#pragma unroll
+        for (int four = 0; four < kMaxTopK; four += 4) {
+            if (four >= p.top_k) break;
+            std::uint32_t at[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const std::uint32_t expert = local(t.ids[four + i]);
+                if (local.holds(expert)) at[i] = where(expert);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (local.holds(local(t.ids[four + i]))) write_row(p, t, four + i, at[i], out);
+        }
     }
     __syncwarp();
-    if (serial) rank_serially(p, row, ids, r);
 #pragma unroll 1
-    for (int i = lane + (serial ? p.num_local : 0); i < columns; i += 32)
-        row[i] = static_cast<std::uint32_t>(__popc(row[i]));
-    const std::uint32_t up_to = ptx::inclusive_sum(r.rows);
-    r.rows_before = up_to - r.rows;
-    if (lane == 31) row[columns] = up_to;
-    return r;
-}
-
-// All threads: turns the counts of each warp into where its next entries go, and moves the CTA's on to the
-// next tile.
-template <int Threads>
-__device__ __forceinline__ void place_warps(const RouteParams& p, RouteMemory& m, int warps) {
-    const int stride = layout::row_stride(p.num_local);
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < stride; i += Threads) {
-        std::uint32_t next = m.counts[i];
-#pragma unroll 4
-        for (int warp = 0; warp < warps; ++warp) {
-            const std::uint32_t count = m.rows[warp * stride + i];
-            m.rows[warp * stride + i] = next;
-            next += count;
-        }
-        m.counts[i] = next;
+    for (int i = static_cast<int>(ptx::lane_id()); i < 3 * p.num_local; i += 32) {
+        const std::uint32_t lanes = c.lanes[i];
+        c.lanes[i] = 0;
+        if (!serial || i >= p.num_local) c.next[i] += static_cast<std::uint32_t>(__popc(lanes));
     }
+    __syncwarp();
+    return ptx::from_lane(up_to, 31);
 }
 
-__device__ __forceinline__ void write_entries(const RouteParams& p, const std::uint32_t* row,
-                                              const TokenIds& ids, const TokenWeights& weights,
-                                              const Ranked& r, const Place& at) {
-    const LocalIds local = local_ids(p);
-    const auto token = static_cast<std::uint32_t>(at.token);
-    const auto rank = static_cast<std::uint32_t>(at.rank);
-    const std::uint32_t first = row[layout::column_of_rows(p.num_local)] + r.rows_before;
-    const std::uint64_t entry = layout::encode_resident(token, rank, r.rows, first);
-    p.pull_list[row[layout::column_of_first(p.num_local) + r.first] + r.rank_of_first] = entry;
-    p.push_list[row[layout::column_of_last(p.num_local) + r.last] + r.rank_of_last] = entry;
-    std::uint32_t* list = p.slot_list + first;
-#pragma unroll
-    for (int slot = 0; slot < kMaxTopK; ++slot) {
-        if (slot >= p.top_k) break;
-        const std::uint32_t expert = local(ids[slot]);
-        if (!local.holds(expert)) continue;
-        const std::uint32_t where = row[expert] + r.slots[slot];
-        p.slots[where] = std::uint64_t{weights.bits[slot]} << 32 |
-                         layout::encode_source(token, rank, static_cast<std::uint32_t>(slot));
-        *list++ = where;
-    }
-}
-
-// All threads: the tile of tokens [first, first + tile_tokens), of which those below `end` are in the chunk.
-template <int Threads>
-__device__ __forceinline__ void place_tile(const RouteParams& p, RouteMemory& m, const CtaRange& range,
-                                           const Place& at, const TokenIds& ids) {
-    const int warps = (range.tile_tokens * p.endpoint.num_ranks + 31) / 32;
+// One warp: all entries of its run. m.rows holds what came before the warp in the CTA, m.counts what came
+// before the CTA. `ids` are those of the run when it is a single step.
+__device__ __forceinline__ void place_run(const RouteParams& p, RouteMemory& m, const WarpRun& run,
+                                          const TokenIds& ids) {
+    if (run.first >= run.end) return;
+    const int columns = layout::num_columns(p.num_local);
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    std::uint32_t* row = m.rows + warp * layout::row_stride(p.num_local);
-    // On their way while the warps count. Most tokens of many ranks have no expert here.
-    TokenWeights weights{};
-    if (has_local(p, ids)) weights = token_weights(p, at.rank, at.token, m.state.epoch);
-    Ranked r{};
-    if (warp < warps) r = rank_in_warp(p, row, ids);
-    __syncthreads();
-    place_warps<Threads>(p, m, warps);
-    __syncthreads();
-    if (r.rows > 0) write_entries(p, row, ids, weights, r, at);
-    __syncthreads();
+    const WarpColumns c{m.rows + warp * columns, m.masks + warp * layout::column_of_rows(p.num_local)};
+    const bool one_step = run.is_one_step();
+    // One step ahead, as in the count.
+    Place at = place_in_run(p, m.state, run, run.first);
+    TokenIds current = ids;
+    if (!one_step) current = lane_ids(p, m.state, at, false);
+#pragma unroll 1
+    for (int i = static_cast<int>(ptx::lane_id()); i < 3 * p.num_local; i += 32) {
+        c.next[i] += m.counts[i];
+        c.lanes[i] = 0;
+    }
+    const int rows = layout::column_of_rows(p.num_local);
+    std::uint32_t next_row = c.next[rows] + m.counts[rows];
+    __syncwarp();
+#pragma unroll 1
+    for (int first = run.first; first < run.end; first += 32) {
+        LaneToken t;
+        t.ids = current;
+        t.source = layout::encode_source(static_cast<std::uint32_t>(at.token),
+                                         static_cast<std::uint32_t>(at.rank), 0);
+        t.weights = TokenWeights{};
+        // On their way while the warp counts. Most tokens of many ranks have no expert here.
+        if (has_local(p, t.ids)) t.weights = token_weights(p, at.rank, at.token, m.state.epoch);
+        if (!one_step) {
+            at = place_in_run(p, m.state, run, first + 32);
+            current = lane_ids(p, m.state, at, false);
+        }
+        next_row += place_step(p, c, t, next_row);
+    }
 }
 
 }  // namespace mega_moe::device

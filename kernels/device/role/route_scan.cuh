@@ -134,6 +134,7 @@ __device__ __forceinline__ void place_columns(const RouteParams& p, RouteMemory&
     const int num_local = p.num_local;
     const int columns = layout::num_columns(num_local);
     const int thread = static_cast<int>(threadIdx.x);
+    std::uint32_t* scans = m.masks;
     const std::int64_t table = std::int64_t{s.chunk} * num_local;
     const auto at_block = [&](const ColumnSums& sums, int block, int column) {
         return sums.before(block * layout::kBlockTokens / r.range_tokens) +
@@ -147,7 +148,7 @@ __device__ __forceinline__ void place_columns(const RouteParams& p, RouteMemory&
         const std::uint32_t own = s.starts_here ? start : sums.before(static_cast<int>(blockIdx.x));
         if (i < 3 * num_local) {
             m.counts[i] = own - start;
-            m.rows[i] = end - start;
+            scans[i] = end - start;
             if (s.starts_here && i < num_local)
                 p.expert_rows[table + i] = static_cast<std::int32_t>(end - start);
         } else if (i == layout::column_of_rows(num_local)) {
@@ -165,17 +166,17 @@ __device__ __forceinline__ void place_columns(const RouteParams& p, RouteMemory&
     }
     __syncthreads();
     if (thread < 32) {
-        const std::uint32_t padded = warp_exclusive_sums<true>(m.rows, num_local);
+        const std::uint32_t padded = warp_exclusive_sums<true>(scans, num_local);
         if (thread == 0) m.state.padded_rows = padded;
     } else if (thread < 96) {
-        warp_exclusive_sums<false>(m.rows + thread / 32 * num_local, num_local);
+        warp_exclusive_sums<false>(scans + thread / 32 * num_local, num_local);
     }
     __syncthreads();
     const auto first_slot =
         static_cast<std::uint32_t>(layout::chunk_first_slot(m.state.rows_before, s.chunk, num_local));
 #pragma unroll 1
     for (int i = thread; i < 3 * num_local; i += Threads) {
-        const std::uint32_t start = m.rows[i] + (i < num_local ? first_slot : m.state.residents_before);
+        const std::uint32_t start = scans[i] + (i < num_local ? first_slot : m.state.residents_before);
         m.counts[i] += start;
         if (!s.starts_here) continue;
         std::int32_t* out = i < num_local       ? p.expert_slots
