@@ -87,7 +87,7 @@ __device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m
         s.starts_here = s.chunk == 0 ? blockIdx.x == 0 : s.first == chunk_first;
         if (s.first < s.end || (s.chunk == 0 && blockIdx.x == 0)) {
             // With several chunks the warps of a segment are not those of the CTA's range.
-            if (!p.one_chunk) count_by_warps<Threads>(p, m, s.first, s.end, false, ids);
+            if (!p.one_chunk) recount<Threads>(p, m, s.first, s.end, ids);
             place_columns<Threads>(p, m, r, s, used_ctas, blocks);
             place_run(p, m, warp_run<Threads>(p, s.first, s.end), ids);
         }

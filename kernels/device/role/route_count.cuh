@@ -89,37 +89,52 @@ __device__ __forceinline__ LocalIds local_ids(const RouteParams& p) {
             static_cast<std::uint32_t>(p.num_local)};
 }
 
+// Slots are worked off by fours, short bodies under predicates instead of branches. Slots after the last of
+// top_k are masked.
+inline constexpr int kSlotsAtOnce = 4;
+
 __device__ __forceinline__ bool has_local(const RouteParams& p, const TokenIds& ids) {
     const LocalIds local = local_ids(p);
     bool any = false;
 #pragma unroll
     for (int slot = 0; slot < kMaxTopK; ++slot) {
-        if (slot >= p.top_k) break;
+        if (slot % kSlotsAtOnce == 0 && slot >= p.top_k) break;
         any |= local.holds(local(ids[slot]));
     }
     return any;
 }
+
+// The local experts of a token: how many slots name one, and the lowest and the highest.
+struct Resident {
+    std::uint32_t rows;
+    std::uint32_t first;
+    std::uint32_t last;
+
+    __device__ __forceinline__ void add(bool held, std::uint32_t expert) {
+        rows += held;
+        first = min(first, expert);  // one that is not held is not below num_local, where `first` begins
+        last = max(last, held ? expert : 0);
+    }
+};
 
 // Adds this lane's token to `counts`, its rows and itself to the lane's own sums. Sums of integers, so the
 // order of the atomic additions does not matter.
 __device__ __forceinline__ void count_token(const RouteParams& p, std::uint32_t* counts, const TokenIds& ids,
                                             std::uint32_t& rows, std::uint32_t& residents) {
     const LocalIds local = local_ids(p);
-    std::uint32_t first = local.num_local;
-    std::uint32_t last = 0;
+    Resident r{0, local.num_local, 0};
 #pragma unroll
     for (int slot = 0; slot < kMaxTopK; ++slot) {
-        if (slot >= p.top_k) break;
+        if (slot % kSlotsAtOnce == 0 && slot >= p.top_k) break;
         const std::uint32_t expert = local(ids[slot]);
-        if (!local.holds(expert)) continue;
-        atomicAdd(counts + expert, 1u);
-        first = min(first, expert);
-        last = max(last, expert);
-        ++rows;
+        const bool held = local.holds(expert);
+        if (held) atomicAdd(counts + expert, 1u);
+        r.add(held, expert);
     }
-    if (first == local.num_local) return;
-    atomicAdd(counts + layout::column_of_first(p.num_local) + first, 1u);
-    atomicAdd(counts + layout::column_of_last(p.num_local) + last, 1u);
+    if (r.rows == 0) return;
+    atomicAdd(counts + layout::column_of_first(p.num_local) + r.first, 1u);
+    atomicAdd(counts + layout::column_of_last(p.num_local) + r.last, 1u);
+    rows += r.rows;
     ++residents;
 }
 
@@ -131,12 +146,12 @@ __device__ __forceinline__ void count_run(const RouteParams& p, const layout::Ro
     std::uint32_t rows = 0;
     std::uint32_t residents = 0;
     // One step ahead: the ids of a step are on their way while the step before it is counted.
-    TokenIds next = lane_ids(p, state, place_in_run(p, state, run, run.first), report);
+    TokenIds next = masked_ids();
 #pragma unroll 1
-    for (int first = run.first; first < run.end; first += 32) {
+    for (int first = run.first - 32; first < run.end; first += 32) {
         ids = next;
-        next = lane_ids(p, state, place_in_run(p, state, run, first + 32), report);
-        count_token(p, counts, ids, rows, residents);
+        if (first + 32 < run.end) next = lane_ids(p, state, place_in_run(p, state, run, first + 32), report);
+        if (first >= run.first) count_token(p, counts, ids, rows, residents);
     }
     rows = ptx::sum(rows);
     residents = ptx::sum(residents);
@@ -145,21 +160,27 @@ __device__ __forceinline__ void count_run(const RouteParams& p, const layout::Ro
     atomicAdd(counts + layout::column_of_residents(p.num_local), residents);
 }
 
-// All threads: counts tokens [first, end) by warps. Leaves what came before each warp in its row of m.rows,
-// and the sums of all in m.counts, each written by the thread that has it in a loop over the columns.
+// A warp's row of m.rows.
+__device__ __forceinline__ std::uint32_t* warp_row(const RouteParams& p, RouteMemory& m) {
+    return m.rows + static_cast<int>(threadIdx.x) / 32 * layout::num_columns(p.num_local);
+}
+
 template <int Threads>
-__device__ __forceinline__ void count_by_warps(const RouteParams& p, RouteMemory& m, int first, int end,
-                                               bool report, TokenIds& ids) {
+__device__ __forceinline__ void clear_warp_row(const RouteParams& p, RouteMemory& m) {
+    const int columns = layout::num_columns(p.num_local);
+    if (static_cast<int>(threadIdx.x) >= layout::route_warps(Threads, p.endpoint.num_ranks) * 32) return;
+#pragma unroll 1
+    for (int i = static_cast<int>(ptx::lane_id()); i < columns; i += 32)
+        warp_row(p, m)[i] = 0;
+    __syncwarp();
+}
+
+// All threads: turns the counts in m.rows into what came before each warp, and leaves the sums of all in
+// m.counts, each written by the thread that has it in a loop over the columns.
+template <int Threads>
+__device__ __forceinline__ void sum_warps(const RouteParams& p, RouteMemory& m) {
     const int columns = layout::num_columns(p.num_local);
     const int warps = layout::route_warps(Threads, p.endpoint.num_ranks);
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (warp < warps) {
-        std::uint32_t* row = m.rows + warp * columns;
-        for (int i = static_cast<int>(ptx::lane_id()); i < columns; i += 32)
-            row[i] = 0;
-        __syncwarp();
-        count_run(p, m.state, warp_run<Threads>(p, first, end), row, report, ids);
-    }
     __syncthreads();
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads) {
@@ -174,38 +195,38 @@ __device__ __forceinline__ void count_by_warps(const RouteParams& p, RouteMemory
     }
 }
 
-// All threads: counts the CTA's tokens in m.counts, and notes what came before each block that starts in its
-// range.
-template <int Threads>
-__device__ __forceinline__ void count_by_blocks(const RouteParams& p, RouteMemory& m, const CtaRange& r,
-                                                TokenIds& ids) {
-    const int columns = layout::num_columns(p.num_local);
-    for (int first = r.first; first < r.end;) {
-        const int block = first / layout::kBlockTokens;
-        const int end = min((block + 1) * layout::kBlockTokens, r.end);
-        if (first % layout::kBlockTokens == 0) {
-            std::uint32_t* row = p.block_counts + std::int64_t{block} * columns;
-#pragma unroll 1
-            for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
-                row[i] = m.counts[i];
-            __syncthreads();
-        }
-        count_run(p, m.state, warp_run<Threads>(p, first, end), m.counts, true, ids);
-        __syncthreads();
-        first = end;
-    }
-}
-
-// All threads: counts the CTA's tokens and hands the counts to the other CTAs. `ids` ends as count_run leaves
-// them.
+// All threads: counts the CTA's tokens and hands the counts to the other CTAs. With one chunk the warps count
+// in rows of their own, and `ids` ends as those of the last step; with several the CTA also notes what came
+// before each block that starts in its range.
 template <int Threads>
 __device__ __forceinline__ void count_range(const RouteParams& p, RouteMemory& m, const CtaRange& r,
                                             TokenIds& ids) {
     const int columns = layout::num_columns(p.num_local);
+    std::uint32_t* counts = m.counts;
+    if (p.one_chunk) {
+        clear_warp_row<Threads>(p, m);
+        counts = warp_row(p, m);
+    }
+#pragma unroll 1
+    for (int first = r.first; first < r.end;) {
+        const int block = first / layout::kBlockTokens;
+        const int end = p.one_chunk ? r.end : min((block + 1) * layout::kBlockTokens, r.end);
+        if (!p.one_chunk) {
+            __syncthreads();
+            std::uint32_t* row = p.block_counts + std::int64_t{block} * columns;
+            if (first % layout::kBlockTokens == 0)
+#pragma unroll 1
+                for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
+                    row[i] = m.counts[i];
+            __syncthreads();
+        }
+        count_run(p, m.state, warp_run<Threads>(p, first, end), counts, true, ids);
+        first = end;
+    }
     if (p.one_chunk)
-        count_by_warps<Threads>(p, m, r.first, r.end, true, ids);
+        sum_warps<Threads>(p, m);
     else
-        count_by_blocks<Threads>(p, m, r, ids);
+        __syncthreads();
     const std::int64_t bank = static_cast<std::int64_t>(m.state.epoch % 2) * layout::kMaxGroups;
     std::uint32_t* group = p.group_counts + (bank + blockIdx.x / layout::kCtasPerGroup) * columns;
     std::uint32_t* own = p.cta_counts + std::int64_t{blockIdx.x} * columns;
@@ -215,6 +236,15 @@ __device__ __forceinline__ void count_range(const RouteParams& p, RouteMemory& m
         own[i] = count;
         if (count > 0) ptx::add_relaxed_gpu(group + i, count);
     }
+}
+
+// All threads: the warps' rows of tokens [first, end) that are counted already.
+template <int Threads>
+__device__ __forceinline__ void recount(const RouteParams& p, RouteMemory& m, int first, int end,
+                                        TokenIds& ids) {
+    clear_warp_row<Threads>(p, m);
+    count_run(p, m.state, warp_run<Threads>(p, first, end), warp_row(p, m), false, ids);
+    sum_warps<Threads>(p, m);
 }
 
 }  // namespace mega_moe::device

@@ -53,21 +53,25 @@ __device__ __forceinline__ std::uint32_t place_step(const RouteParams& p, const 
     const LocalIds local = local_ids(p);
     const std::uint32_t own = 1u << ptx::lane_id();
     std::uint32_t twice = 0;
-    std::uint32_t rows = 0;
-    std::uint32_t first = local.num_local;
-    std::uint32_t last = 0;
+    Resident r{0, local.num_local, 0};
 #pragma unroll
-    for (int slot = 0; slot < kMaxTopK; ++slot) {
-        if (slot >= p.top_k) break;
-        const std::uint32_t expert = local(t.ids[slot]);
-        if (!local.holds(expert)) continue;
-        twice |= atomicOr(c.lanes + expert, own) & own;
-        first = min(first, expert);
-        last = max(last, expert);
-        ++rows;
+    for (int four = 0; four < kMaxTopK; four += kSlotsAtOnce) {
+        if (four >= p.top_k) break;
+        std::uint32_t before[kSlotsAtOnce] = {};
+#pragma unroll
+        for (int i = 0; i < kSlotsAtOnce; ++i) {
+            const std::uint32_t expert = local(t.ids[four + i]);
+            const bool held = local.holds(expert);
+            if (held) before[i] = atomicOr(c.lanes + expert, own);
+            r.add(held, expert);
+        }
+#pragma unroll
+        for (int i = 0; i < kSlotsAtOnce; ++i)
+            twice |= before[i] & own;
     }
-    first += static_cast<std::uint32_t>(layout::column_of_first(p.num_local));
-    last += static_cast<std::uint32_t>(layout::column_of_last(p.num_local));
+    const std::uint32_t rows = r.rows;
+    const std::uint32_t first = static_cast<std::uint32_t>(layout::column_of_first(p.num_local)) + r.first;
+    const std::uint32_t last = static_cast<std::uint32_t>(layout::column_of_last(p.num_local)) + r.last;
     if (rows > 0) {
         atomicOr(c.lanes + first, own);
         atomicOr(c.lanes + last, own);
@@ -92,18 +96,19 @@ __device__ __forceinline__ std::uint32_t place_step(const RouteParams& p, const 
         write_serially(p, c, t, p.slot_list + list);
     } else {
         std::uint32_t* out = p.slot_list + list;
-        // Four sums before four stores, which the compiler would not change places with.
+        // Sums before stores, which the compiler would not change places with; a slot without an expert here
+        // reads the first column rather than branch.
 #pragma unroll
-        for (int four = 0; four < kMaxTopK; four += 4) {
+        for (int four = 0; four < kMaxTopK; four += kSlotsAtOnce) {
             if (four >= p.top_k) break;
-            std::uint32_t at[4] = {};
+            std::uint32_t at[kSlotsAtOnce];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < kSlotsAtOnce; ++i) {
                 const std::uint32_t expert = local(t.ids[four + i]);
-                if (local.holds(expert)) at[i] = where(expert);
+                at[i] = where(local.holds(expert) ? expert : 0);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < kSlotsAtOnce; ++i)
                 if (local.holds(local(t.ids[four + i]))) write_row(p, t, four + i, at[i], out);
         }
     }
