@@ -145,12 +145,14 @@ __device__ __forceinline__ void count_run(const RouteParams& p, const layout::Ro
                                           TokenIds& ids) {
     std::uint32_t rows = 0;
     std::uint32_t residents = 0;
-    // One step ahead: the ids of a step are on their way while the step before it is counted.
+    // Two steps ahead: a step takes less time than its ids take to come.
     TokenIds next = masked_ids();
+    TokenIds after = masked_ids();
 #pragma unroll 1
-    for (int first = run.first - 32; first < run.end; first += 32) {
+    for (int first = run.first - 64; first < run.end; first += 32) {
         ids = next;
-        if (first + 32 < run.end) next = lane_ids(p, state, place_in_run(p, state, run, first + 32), report);
+        next = after;
+        if (first + 64 < run.end) after = lane_ids(p, state, place_in_run(p, state, run, first + 64), report);
         if (first >= run.first) count_token(p, counts, ids, rows, residents);
     }
     rows = ptx::sum(rows);

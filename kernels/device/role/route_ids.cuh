@@ -115,10 +115,10 @@ __device__ __forceinline__ const std::uint16_t* published_row(const RouteParams&
     return p.endpoint.at<std::uint16_t>(rank, bank) + token * p.top_k;
 }
 
-__device__ __forceinline__ float* published_weights(const RouteParams& p, int rank, std::int64_t token,
-                                                    std::uint64_t epoch) {
+__device__ __forceinline__ std::uint32_t* published_weights(const RouteParams& p, int rank,
+                                                            std::int64_t token, std::uint64_t epoch) {
     const std::int64_t bank = p.weights + static_cast<std::int64_t>(epoch % 2) * p.weights_bank;
-    return p.endpoint.at<float>(rank, bank) + token * p.top_k;
+    return p.endpoint.at<std::uint32_t>(rank, bank) + token * p.top_k;
 }
 
 // fp32 bits of a token's weights, loaded at once: a load for each row would be waited for before its store.
@@ -126,21 +126,21 @@ struct TokenWeights {
     std::uint32_t bits[kMaxTopK];
 };
 
+__device__ __forceinline__ TokenWeights raw_weights(const RouteParams& p, std::int64_t token) {
+    TokenWeights w{};
+#pragma unroll
+    for (int slot = 0; slot < kMaxTopK; ++slot)
+        if (slot < p.top_k) w.bits[slot] = raw_weight_bits(p, token * p.top_k + slot);
+    return w;
+}
+
 // A single rank publishes nothing and reads the caller's tensors.
 __device__ __forceinline__ TokenWeights token_weights(const RouteParams& p, int rank, std::int64_t token,
                                                       std::uint64_t epoch) {
-    TokenWeights w;
-#pragma unroll
-    for (int slot = 0; slot < kMaxTopK; ++slot)
-        w.bits[slot] = 0;
+    TokenWeights w{};
     if (!p.weighted) return w;
-    if (p.endpoint.num_ranks == 1) {
-#pragma unroll
-        for (int slot = 0; slot < kMaxTopK; ++slot)
-            if (slot < p.top_k) w.bits[slot] = raw_weight_bits(p, token * p.top_k + slot);
-        return w;
-    }
-    const auto* row = reinterpret_cast<const std::uint32_t*>(published_weights(p, rank, token, epoch));
+    if (p.endpoint.num_ranks == 1) return raw_weights(p, token);
+    const std::uint32_t* row = published_weights(p, rank, token, epoch);
     if (p.top_k % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < kMaxTopK / 4; ++i) {

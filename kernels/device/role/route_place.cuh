@@ -132,7 +132,7 @@ __device__ __forceinline__ void place_run(const RouteParams& p, RouteMemory& m, 
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const WarpColumns c{m.rows + warp * columns, m.masks + warp * layout::column_of_rows(p.num_local)};
     const bool one_step = run.is_one_step();
-    // One step ahead, as in the count.
+    // The ids of a step are on their way while the step before it is placed.
     Place at = place_in_run(p, m.state, run, run.first);
     TokenIds current = ids;
     if (!one_step) current = lane_ids(p, m.state, at, false);

@@ -34,24 +34,17 @@ __device__ __forceinline__ void send_header(const RouteParams& p, std::uint64_t 
         header);
 }
 
-__device__ __forceinline__ void publish_weights(const RouteParams& p, std::int64_t token,
-                                                std::uint64_t epoch) {
-    if (!p.weighted) return;
-    auto* row = reinterpret_cast<std::uint32_t*>(published_weights(p, p.endpoint.rank, token, epoch));
-    std::uint32_t bits[kMaxTopK];
-#pragma unroll
-    for (int slot = 0; slot < kMaxTopK; ++slot)
-        if (slot < p.top_k) bits[slot] = raw_weight_bits(p, token * p.top_k + slot);
-    if (p.top_k % 4 == 0) {
+__device__ __forceinline__ void store_weights(std::uint32_t* row, const TokenWeights& w, int top_k) {
+    if (top_k % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < kMaxTopK / 4; ++i)
-            if (i * 4 < p.top_k)
-                reinterpret_cast<uint4*>(row)[i] = {bits[4 * i], bits[4 * i + 1], bits[4 * i + 2],
-                                                    bits[4 * i + 3]};
+            if (i * 4 < top_k)
+                reinterpret_cast<uint4*>(row)[i] = {w.bits[4 * i], w.bits[4 * i + 1], w.bits[4 * i + 2],
+                                                    w.bits[4 * i + 3]};
     } else {
 #pragma unroll
         for (int slot = 0; slot < kMaxTopK; ++slot)
-            if (slot < p.top_k) row[slot] = bits[slot];
+            if (slot < top_k) row[slot] = w.bits[slot];
     }
 }
 
@@ -68,10 +61,13 @@ __device__ __forceinline__ void publish_blocks(const RouteParams& p, std::uint64
 #pragma unroll 1
     for (int token = first * layout::kBlockTokens + static_cast<int>(threadIdx.x); token < end_token;
          token += Threads) {
+        // All loads before all stores, which the compiler would not change places with.
+        TokenWeights weights{};
+        if (p.weighted) weights = raw_weights(p, token);
         int bad_slot;
         const TokenIds ids = raw_ids(p, token, bad_slot);
         store_ids(const_cast<std::uint16_t*>(published_row(p, e.rank, token, epoch)), ids, p.top_k);
-        publish_weights(p, token, epoch);
+        if (p.weighted) store_weights(published_weights(p, e.rank, token, epoch), weights, p.top_k);
         if (bad_slot >= 0) report_bad_id(p, epoch, token, bad_slot);
     }
     __syncthreads();
