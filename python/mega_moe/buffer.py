@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from mega_moe._backends import plan
 from mega_moe._backends.agreement import agree, confirm
@@ -212,7 +213,8 @@ class MoEBuffer:
         return self._router_reason
 
     # Not traced: after a graph break at the refused call the compiler would go through the exchange line by line.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    # torch's own lazy form of compiler.disable, which would import the whole compiler with this module.
+    @_disable_dynamo
     def refuse(self, error: Exception) -> None:
         """Let the other ranks' next call raise PeerError with ``error``, which this rank raises instead of calling."""
         self._live().refuse(error)

@@ -33,14 +33,14 @@ class Config:
     balance_coefficient: float = 1e-2  # weight of the load-balancing loss beside the cross-entropy
 
     # Data.
-    sequence_length: int = 256  # bytes
+    sequence_length: int = 128  # bytes
     global_batch: int = 8  # sequences of one step, over all ranks
     max_corpus_bytes: int = 16 << 20
     validation_every: int = 20  # one source file in so many is held out
-    eval_sequences: int = 64
+    eval_sequences: int = 128
 
     # Run.
-    steps: int = 500
+    steps: int = 900
     minutes: float = 5.0  # time box of this invocation's training; 0 is none
     learning_rate: float = 3e-3
     warmup_steps: int = 30
@@ -49,9 +49,9 @@ class Config:
     beta2: float = 0.95
     max_grad_norm: float = 1.0
     seed: int = 0
-    log_every: int = 50
-    eval_every: int = 200
-    checkpoint_every: int = 200
+    log_every: int = 100
+    eval_every: int = 300
+    checkpoint_every: int = 300
 
     def __post_init__(self) -> None:
         for field in fields(self):
