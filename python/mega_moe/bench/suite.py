@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,9 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
                 ):
                     keep(layer_row)
             del problem
-    return Result(SCHEMA_VERSION, environment, tuple(arguments), tuple(rows))
+    # Files by their names: where they lay says something of the machine and nothing of the figures.
+    words = tuple(Path(word).name if os.sep in word else word for word in arguments)
+    return Result(SCHEMA_VERSION, environment, words, tuple(rows))
 
 
 def _note_rate(row: CeilingRow, products: dict[tuple[str, str], float], copies: dict[str, float]) -> None:
