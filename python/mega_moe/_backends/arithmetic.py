@@ -20,8 +20,30 @@ class RowGrads(NamedTuple):
     dw_down: Tensor | None
 
 
+class Experts(NamedTuple):
+    """This rank's experts for one call: weights ``[E_local, 2I, H]`` and ``[E_local, H, I]``, rows of each, clamp.
+
+    The M rows are in canonical order, so expert e has the ``counts[e]`` rows after those of the experts before it.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    counts: list[int]
+    clamp: float | None
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward computes, and the dtype of those of the experts' weights."""
+
+    dx: bool
+    dw: bool
+    gate_up: bool
+    down: bool
+    dw_dtype: torch.dtype
+
+
 class Arithmetic(Protocol):
-    """Rows are in canonical order; ``counts`` holds the rows of each local expert and sums to M."""
+    """``weight [M]``: the routing weight of each row, wide."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -33,30 +55,13 @@ class Arithmetic(Protocol):
         """Whether x travels as e4m3 codes and scales in forward."""
         ...
 
-    def forward(
-        self,
-        x: Payload,
-        weight: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        counts: list[int],
-        clamp: float | None,
-    ) -> Tensor:
+    def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
         """-> ``o [M, H]``, rounded to the weights' dtype."""
         ...
 
-    def backward(
-        self,
-        x: Tensor,
-        dy: Tensor,
-        weight: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        counts: list[int],
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
-        dw_dtype: torch.dtype,
-    ) -> RowGrads: ...
+    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+        """From ``x`` and ``dy [M, H]``; what is not wanted is None."""
+        ...
 
     def sum_slots(self, rows: Tensor) -> Tensor:
         """``rows [T, K, H]`` -> their sum over K in a fixed order, wide ``[T, H]``."""

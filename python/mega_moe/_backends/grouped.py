@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_moe._backends.arithmetic import Payload, RowGrads
+from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
 from mega_moe._backends.swiglu import activate, activate_backward, wide
 
 
@@ -13,42 +13,21 @@ class GroupedArithmetic:
     dtypes = (torch.bfloat16, torch.float32)
     quantized_dispatch = False
 
-    def forward(
-        self,
-        x: Payload,
-        weight: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        counts: list[int],
-        clamp: float | None,
-    ) -> Tensor:
-        dtype = w_gate_up.dtype
-        z = _by_weight(x[0], w_gate_up.transpose(1, 2), counts)
-        h = (activate(z, clamp) * weight[:, None]).to(dtype)
-        return _by_weight(h, w_down.transpose(1, 2), counts)
+    def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
+        z = _by_weight(x[0], experts.gate_up.transpose(1, 2), experts.counts)
+        h = (activate(z, experts.clamp) * weight[:, None]).to(z.dtype)
+        return _by_weight(h, experts.down.transpose(1, 2), experts.counts)
 
-    def backward(
-        self,
-        x: Tensor,
-        dy: Tensor,
-        weight: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        counts: list[int],
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
-        dw_dtype: torch.dtype,
-    ) -> RowGrads:
-        need_dx, need_dw, need_gate_up, need_down = needs
-        dtype = w_gate_up.dtype
-        z = _by_weight(x, w_gate_up.transpose(1, 2), counts)
-        grads = activate_backward(z, weight, _by_weight(dy, w_down, counts), clamp)
+    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+        counts, dtype = experts.counts, experts.down.dtype
+        z = _by_weight(x, experts.gate_up.transpose(1, 2), counts)
+        grads = activate_backward(z, weight, _by_weight(dy, experts.down, counts), experts.clamp)
         dz = grads.dz.to(dtype)
         return RowGrads(
-            _by_weight(dz, w_gate_up, counts) if need_dx else None,
-            grads.dw if need_dw else None,
-            _by_rows(dz, x, counts).to(dw_dtype) if need_gate_up else None,
-            _by_rows(dy, grads.h.to(dtype), counts).to(dw_dtype) if need_down else None,
+            _by_weight(dz, experts.gate_up, counts) if wanted.dx else None,
+            grads.dw if wanted.dw else None,
+            _by_rows(dz, x, counts).to(wanted.dw_dtype) if wanted.gate_up else None,
+            _by_rows(dy, grads.h.to(dtype), counts).to(wanted.dw_dtype) if wanted.down else None,
         )
 
     def sum_slots(self, rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_moe._backends.arithmetic import Arithmetic, Payload
+from mega_moe._backends.arithmetic import Arithmetic, Experts, Payload, Wanted
 from mega_moe._backends.control import Control
 from mega_moe._backends.request import Request
 from mega_moe._backends.routing import ReceivePlan, SendPlan, inverse, receive_plan, send_plan, take
@@ -65,7 +65,8 @@ class PlainExecutor:
         quantise = self.arithmetic.quantized_dispatch
         staged, counts, _ = self._begin(_FORWARD, x, topk_idx, topk_weights, clamp, 0, quantise)
         arrived, tables = self._dispatch(staged, counts, staged.x)
-        o = self.arithmetic.forward(arrived, tables.weight, w_gate_up, w_down, tables.receive.counts, clamp)
+        experts = Experts(w_gate_up, w_down, tables.receive.counts, clamp)
+        o = self.arithmetic.forward(arrived, tables.weight, experts)
         return self._combine(o, tables, x.shape, topk_idx.shape[1])
 
     def backward(
@@ -85,18 +86,9 @@ class PlainExecutor:
         staged, counts, union = self._begin(_BACKWARD, x, topk_idx, topk_weights, clamp, mask, False)
         arrived, tables = self._dispatch(staged, counts, (*staged.x, dy))
         # A rank computes the rows' gradients for every rank that asked, the weights' for itself.
-        wanted = (bool(union & 1), bool(union & 2), needs[2], needs[3])
-        grads = self.arithmetic.backward(
-            arrived[0],
-            arrived[1],
-            tables.weight,
-            w_gate_up,
-            w_down,
-            tables.receive.counts,
-            clamp,
-            wanted,
-            dw_dtype,
-        )
+        wanted = Wanted(bool(union & 1), bool(union & 2), needs[2], needs[3], dw_dtype)
+        experts = Experts(w_gate_up, w_down, tables.receive.counts, clamp)
+        grads = self.arithmetic.backward(arrived[0], arrived[1], tables.weight, experts, wanted)
         dx = dtopk = None
         if grads.dx is not None:
             dx = self._combine(grads.dx, tables, x.shape, topk_idx.shape[1])

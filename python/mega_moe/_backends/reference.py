@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends import quantize
-from mega_moe._backends.arithmetic import Payload, RowGrads
+from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
 from mega_moe._backends.swiglu import activate, activate_backward, rounded_sigmoid, wide
 
 
@@ -56,55 +56,35 @@ class ReferenceArithmetic:
         self._forward: _Product = _Blockwise() if precision == "fp8" else _Exact()
         self._backward: _Product = _Exact() if precision == "bf16" else _Blockwise()
 
-    def forward(
-        self,
-        x: Payload,
-        weight: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        counts: list[int],
-        clamp: float | None,
-    ) -> Tensor:
-        dtype, product = w_gate_up.dtype, self._forward
-        out = torch.empty(weight.shape[0], w_down.shape[1], dtype=dtype, device=weight.device)
-        for expert, rows in _blocks(counts):
-            z = product.multiply(tuple(part[rows] for part in x), w_gate_up[expert]).to(dtype)
-            h = activate(z, clamp, rounded_sigmoid) * weight[rows, None].to(wide(dtype))
-            out[rows] = product.multiply(product.encode(h, dtype), w_down[expert]).to(dtype)
+    def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
+        dtype, product = experts.down.dtype, self._forward
+        out = torch.empty(weight.shape[0], experts.down.shape[1], dtype=dtype, device=weight.device)
+        for expert, rows in _blocks(experts.counts):
+            z = product.multiply(tuple(part[rows] for part in x), experts.gate_up[expert]).to(dtype)
+            h = activate(z, experts.clamp, rounded_sigmoid) * weight[rows, None].to(wide(dtype))
+            out[rows] = product.multiply(product.encode(h, dtype), experts.down[expert]).to(dtype)
         return out
 
-    def backward(
-        self,
-        x: Tensor,
-        dy: Tensor,
-        weight: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        counts: list[int],
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
-        dw_dtype: torch.dtype,
-    ) -> RowGrads:
-        need_dx, need_dw, need_gate_up, need_down = needs
-        dtype, product = w_gate_up.dtype, self._backward
-        dx = torch.empty_like(x) if need_dx else None
-        dw = torch.empty(weight.shape[0], dtype=wide(dtype), device=x.device) if need_dw else None
+    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+        dtype, product = experts.down.dtype, self._backward
+        dx = torch.empty_like(x) if wanted.dx else None
+        dw = torch.empty(weight.shape[0], dtype=wide(dtype), device=x.device) if wanted.dw else None
         # Zeros: an expert without rows has a gradient of exactly zero.
-        dw1 = torch.zeros(w_gate_up.shape, dtype=dw_dtype, device=x.device) if need_gate_up else None
-        dw2 = torch.zeros(w_down.shape, dtype=dw_dtype, device=x.device) if need_down else None
-        for expert, rows in _blocks(counts):
-            z = product.multiply(product.encode(x[rows], dtype), w_gate_up[expert]).to(dtype)
-            dh = product.multiply(product.encode(dy[rows], dtype), w_down[expert].T)
-            grads = activate_backward(z, weight[rows], dh, clamp, rounded_sigmoid)
-            dz = grads.dz.to(dtype)
+        dw1 = x.new_zeros(experts.gate_up.shape, dtype=wanted.dw_dtype) if wanted.gate_up else None
+        dw2 = x.new_zeros(experts.down.shape, dtype=wanted.dw_dtype) if wanted.down else None
+        for expert, rows in _blocks(experts.counts):
+            gate_up, down = experts.gate_up[expert], experts.down[expert]
+            z = product.multiply(product.encode(x[rows], dtype), gate_up).to(dtype)
+            dh = product.multiply(product.encode(dy[rows], dtype), down.T)
+            grads = activate_backward(z, weight[rows], dh, experts.clamp, rounded_sigmoid)
             if dw is not None:
                 dw[rows] = grads.dw
             if dx is not None:
-                dx[rows] = product.multiply(product.encode(grads.dz, dtype), w_gate_up[expert].T).to(dtype)
+                dx[rows] = product.multiply(product.encode(grads.dz, dtype), gate_up.T).to(dtype)
             if dw1 is not None:
-                dw1[expert] = _outer(dz, x[rows]).to(dw_dtype)
+                dw1[expert] = _outer(grads.dz.to(dtype), x[rows]).to(wanted.dw_dtype)
             if dw2 is not None:
-                dw2[expert] = _outer(dy[rows], grads.h.to(dtype)).to(dw_dtype)
+                dw2[expert] = _outer(dy[rows], grads.h.to(dtype)).to(wanted.dw_dtype)
         return RowGrads(dx, dw, dw1, dw2)
 
     def sum_slots(self, rows: Tensor) -> Tensor:

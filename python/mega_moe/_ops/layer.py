@@ -58,23 +58,14 @@ def _run(
         return registry.get(handle).forward(x, idx, weights, w1, w2, clamp)
 
 
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    handle: int,
-    clamp: float | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(dy, (x, idx, weights, w1, w2), handle, clamp, needs, w1.dtype)
+def _backward(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *inputs, handle, clamp, needs = call
+    return _gradients(dy, inputs, handle, clamp, needs, inputs[3].dtype)
 
 
 def _gradients(
     dy: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    inputs: list[Tensor],
     handle: int,
     clamp: float | None,
     needs: list[bool],
@@ -83,62 +74,31 @@ def _gradients(
     CALLS["backward"] += 1
     need = (needs[0], needs[1], needs[2], needs[3])
     with torch.no_grad(), _plain(dy.device):
-        got = registry.get(handle).backward(dy, *inputs, clamp, need, dw_dtype)
+        x, idx, weights, w1, w2 = inputs
+        got = registry.get(handle).backward(dy, x, idx, weights, w1, w2, clamp, need, dw_dtype)
     dx, dtopk, dw1, dw2 = (dy.new_empty(0) if g is None else g for g in got)
     return dx, dtopk, dw1, dw2
 
 
-def _backward_into(
-    dy: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    grad_w1: Tensor,
-    grad_w2: Tensor,
-    handle: int,
-    clamp: float | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor]:
+def _backward_into(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    *inputs, grad_w1, grad_w2, handle, clamp, needs = call
     # Wide gradients, so that adding into the buffer is their only rounding.
-    wide = torch.promote_types(w1.dtype, torch.float32)
-    dx, dtopk, dw1, dw2 = _gradients(dy, (x, idx, weights, w1, w2), handle, clamp, needs, wide)
+    wide = torch.promote_types(inputs[3].dtype, torch.float32)
+    dx, dtopk, dw1, dw2 = _gradients(dy, inputs, handle, clamp, needs, wide)
     for grad, dw, needed in ((grad_w1, dw1, needs[2]), (grad_w2, dw2, needs[3])):
         if needed:
             grad.add_(dw)
     return dx, dtopk
 
 
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    handle: int,
-    clamp: float | None,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
+def _backward_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    (x, _, weights, w1, w2), needs = call[:5], call[-1]
     made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weights, w1, w2))
     return tuple(m if need else x.new_empty(0) for m, need in zip(made, needs))
 
 
-def _backward_into_fake(
-    dy: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    grad_w1: Tensor,
-    grad_w2: Tensor,
-    handle: int,
-    clamp: float | None,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    return _backward_fake(dy, x, idx, weights, w1, w2, handle, clamp, needs)[:2]
+def _backward_into_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    return _backward_fake(dy, *call)[:2]
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
