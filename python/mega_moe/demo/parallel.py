@@ -66,6 +66,11 @@ class Ranks:
         """Maximum over all ranks, the same on each. Not differentiable."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world is not None:
+            dist.barrier()
+
     def part(self, batch: Tensor) -> Tensor:
         """This rank's rows of a global batch, on its device."""
         return batch.chunk(self.world_size)[self.rank].to(self.device, non_blocking=True)

@@ -40,7 +40,10 @@ def train(
         corpus = load_corpus(config)
         trainer = Trainer(config, corpus, ranks, backend=backend, precision=precision)
         with trainer.buffer:
-            return _Run(trainer, out, resume).finish()
+            report = _Run(trainer, out, resume).finish()
+        # A rank that leaves takes its connections along, and rank 0 the store, from those at their last exchange.
+        ranks.barrier()
+        return report
     finally:
         disconnect(ranks)
 
