@@ -16,6 +16,7 @@ from mega_moe._backends.facts import RankFacts, as_device, collect, default_devi
 from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.request import Request
 from mega_moe._backends.router import Routing
+from mega_moe._base import env
 from mega_moe._base.errors import MegaMoEError
 from mega_moe._ops import registry
 
@@ -101,6 +102,8 @@ class MoEBuffer:
                 settings["strict"] = plan.wanted_strict(strict)
                 settings["arrival_timeout"] = self._control.timeout
                 settings["progress_timeout"] = progress_timeout
+                # It puts canaries into the memory that the ranks share, which moves every part of it.
+                settings["MEGA_MOE_DEBUG"] = env.debug()
                 group_backend = None if group is None else _group_backend(group)
                 where = default_device(group_backend) if device is None else as_device(device)
                 facts = collect(where, group_backend)

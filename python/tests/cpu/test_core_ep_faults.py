@@ -94,6 +94,7 @@ def test_the_default_time_out_is_the_groups_own() -> None:
     [
         ("MEGA_MOE_BACKEND", "backend", ("'auto'", "'grouped'")),
         ("MEGA_MOE_STRICT", "strict", ("False", "True")),
+        ("MEGA_MOE_DEBUG", "MEGA_MOE_DEBUG", ("False", "True")),
     ],
 )
 def test_an_environment_that_differs_is_refused_by_both(
