@@ -66,10 +66,7 @@ def main(argv: list[str]) -> int:
 def cases(shape: Shape, context: Context) -> tuple[Case, ...]:
     """Every backend in bf16; every one but the emulation in the fp8 precisions."""
     explanation = mega_moe.explain(
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
+        **shape.sizes(),
         max_tokens_per_rank=shape.default_tokens,
         num_ranks=context.num_ranks,
         device=context.device,

@@ -287,8 +287,9 @@ class MoEBuffer:
     ) -> int:
         """Bytes of GPU memory that a buffer of this size holds on each rank.
 
-        A pure function of its arguments; needs the compiled library, no GPU. Plain backends on a CPU, or on a GPU whose
-        architecture the wheel does not hold, keep nothing.
+        Needs the compiled library, no GPU; depends on its arguments and, for the canaries, on MEGA_MOE_DEBUG. Plain
+        backends on a CPU, or on a GPU whose architecture the wheel does not hold, keep nothing. ``training`` makes no
+        difference yet: what is kept serves both directions.
         """
         request = Request(
             num_experts, max_tokens_per_rank, top_k, hidden, intermediate, precision, num_ranks=num_ranks

@@ -55,10 +55,7 @@ def measure_layer(
     """
     shape = problem.shape
     explanation = mega_moe.explain(
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
+        **shape.sizes(),
         max_tokens_per_rank=problem.tokens,
         precision=options.precision,
         dtype=problem.dtype,
@@ -158,11 +155,8 @@ class _Case:
         shape = self.problem.shape
         return mega_moe.MoEBuffer(
             self.context.group,
-            num_experts=shape.num_experts,
+            **shape.sizes(),
             max_tokens_per_rank=tokens,
-            top_k=shape.top_k,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
             precision=self.options.precision,
             backend=backend,
             dtype=self.problem.dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 DIRECTIONS = ("forward", "backward", "forward_backward")
 """What one timed call does: the layer's output, its gradients from a kept graph, or both."""
@@ -25,6 +26,15 @@ class Shape:
     top_k: int
     default_tokens: int
     """Tokens per rank of one call where the user names none."""
+
+    def sizes(self) -> dict[str, Any]:
+        """As `mega_moe.explain` and `mega_moe.MoEBuffer` take them."""
+        return {
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "hidden": self.hidden,
+            "intermediate": self.intermediate,
+        }
 
 
 SHAPES: dict[str, Shape] = {
