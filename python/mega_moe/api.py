@@ -10,7 +10,7 @@ from mega_moe._backends.decide import check_name
 from mega_moe._backends.facts import as_device, collect, default_device
 from mega_moe._backends.plan import Explanation
 from mega_moe._backends.request import Request
-from mega_moe._backends.router import Routing
+from mega_moe._backends.summary import Routing
 from mega_moe._ops import layer as _layer  # registers the operators
 from mega_moe.buffer import MoEBuffer
 
@@ -55,7 +55,7 @@ def moe(
         _check(x, topk_idx, topk_weights, w_gate_up, w_down, buffer, activation_clamp, backend, grad_buffers)
     except (ValueError, TypeError) as error:
         if not torch.compiler.is_compiling() and isinstance(buffer, MoEBuffer):
-            buffer.refuse(error)
+            buffer.refuse(error, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0)
         raise
     into = (None, None) if grad_buffers is None else grad_buffers
     inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)

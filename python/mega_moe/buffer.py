@@ -12,10 +12,10 @@ from torch._compile import _disable_dynamo
 from mega_moe._backends import plan
 from mega_moe._backends.agreement import agree, confirm
 from mega_moe._backends.control import Control, GroupControl, LocalControl, check_timeout
+from mega_moe._backends.executor import LayerExecutor
 from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
-from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.request import Request
-from mega_moe._backends.router import Routing
+from mega_moe._backends.summary import Routing
 from mega_moe._base import env
 from mega_moe._base.errors import MegaMoEError
 from mega_moe._ops import registry
@@ -117,12 +117,12 @@ class MoEBuffer:
                 plan.warn_fallback(self._explanation)
             self._device = torch.device(facts.device)
             try:
-                self._router, self._router_reason = plan.build_router(
-                    request, everyone, self._device, self._control, group, progress_timeout
+                ranks = self._device, self._control, group
+                kernels, self._router_reason = plan.build_kernels(
+                    self._explanation, everyone, *ranks, progress_timeout
                 )
-                self._executor = plan.build_executor(
-                    self._explanation, facts, self._device, self._control, group, self._router.staging
-                )
+                self._router = plan.build_router(request, self._control, kernels)
+                self._executor = plan.build_executor(self._explanation, facts, *ranks, kernels)
             # The memory may not fit on one rank alone.
             except RuntimeError as failed:
                 error = failed
@@ -197,12 +197,12 @@ class MoEBuffer:
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes of x and weights that the backend takes."""
-        return self._live().arithmetic.dtypes
+        return self._live().dtypes
 
     @property
     def stager(self) -> str:
         """'kernel' where the staging kernel prepares each call, 'torch' where plain operators do."""
-        return self._live().stager.name
+        return self._live().stages_by
 
     @property
     def router(self) -> str:
@@ -218,9 +218,9 @@ class MoEBuffer:
     # Not traced: after a graph break at the refused call the compiler would go through the exchange line by line.
     # torch's own lazy form of compiler.disable, which would import the whole compiler with this module.
     @_disable_dynamo
-    def refuse(self, error: Exception) -> None:
-        """Let the other ranks' next call raise PeerError with ``error``, which this rank raises instead of calling."""
-        self._live().refuse(error)
+    def refuse(self, error: Exception, num_tokens: int = 0) -> None:
+        """Let the other ranks raise PeerError for the call of ``num_tokens`` that this rank answers with ``error``."""
+        self._live().refuse(error, num_tokens)
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor | None) -> Routing:
         """``mega_moe.route`` on checked arguments."""
@@ -249,7 +249,7 @@ class MoEBuffer:
             self._router.close()
             del self._executor, self._router
 
-    def _live(self) -> PlainExecutor:
+    def _live(self) -> LayerExecutor:
         _ = self.handle
         return self._executor
 

@@ -6,43 +6,47 @@ A backend is refused with every reason that applies, so that a person mends them
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mega_moe._base.errors import BackendRefusedError
 from mega_moe._base.types import SCALE_BLOCK
 
 if TYPE_CHECKING:
-    from mega_moe._backends.facts import RankFacts
+    from mega_moe._backends.facts import RankFacts, Variant
     from mega_moe._backends.request import Request
 
 # In the order of preference of the automatic choice.
 BACKENDS = ("fused", "grouped", "reference")
 
-# The fused kernels' tiles: 256 columns of the hidden size, 128 features of the expert FFN.
-FUSED_HIDDEN_MULTIPLE = 256
-FUSED_INTERMEDIATE_MULTIPLE = 128
 # One cluster of two SMs is the least that a fused kernel runs on.
 FUSED_MIN_SMS = 2
 # torch's grouped product reads rows in 16-byte pieces: 8 bf16 numbers.
 GROUPED_MULTIPLE = 8
 
 _NO_MXFP8 = "precision mxfp8 needs Blackwell kernels, which do not exist yet"
+# Precisions of the two directions, where they are not the request's own.
+_DIRECTIONS = {"fp8_bwd": ("bf16", "fp8")}
+# Precisions in which torch's grouped products can stand in for a backward kernel: the numerics are the same.
+_GROUPED_BACKWARD = ("bf16",)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One backend judged: ``reasons`` is empty exactly when it is accepted."""
+    """One backend judged: ``reasons`` is empty exactly when it is accepted; ``note`` says what it leaves to another."""
 
     backend: str
     reasons: tuple[str, ...] = ()
+    note: str | None = None
 
     @property
     def accepted(self) -> bool:
         return not self.reasons
 
     def __str__(self) -> str:
-        return f"{self.backend}: " + ("accepted" if self.accepted else "refused: " + "; ".join(self.reasons))
+        if not self.accepted:
+            return f"{self.backend}: refused: " + "; ".join(self.reasons)
+        return f"{self.backend}: accepted" + (f"; {self.note}" if self.note else "")
 
 
 def decide(request: Request, facts: Sequence[RankFacts], named: str | None = None) -> tuple[Verdict, ...]:
@@ -52,7 +56,11 @@ def decide(request: Request, facts: Sequence[RankFacts], named: str | None = Non
         "grouped": _grouped(request, facts),
         "reference": _reference(request, facts, named),
     }
-    return tuple(Verdict(name, tuple(dict.fromkeys(judges[name]))) for name in BACKENDS)
+    verdicts = tuple(Verdict(name, tuple(dict.fromkeys(judges[name]))) for name in BACKENDS)
+    return tuple(
+        replace(v, note=_stand_in(request, facts)) if v.backend == "fused" and v.accepted else v
+        for v in verdicts
+    )
 
 
 def choose(verdicts: Sequence[Verdict], named: str | None = None, strict: bool = False) -> Verdict:
@@ -84,8 +92,7 @@ def why_no_kernel_router(request: Request, facts: Sequence[RankFacts]) -> list[s
             reasons.append(f"{where}needs an NVIDIA GPU, the device is {fact.device}")
             continue
         device = "{}{}".format(*fact.compute_capability)
-        if not any(v.op == "route" and v.architecture.rstrip("af") == device for v in fact.variants):
-            reasons.append(f"{where}this wheel holds no routing kernel for sm_{device}")
+        reasons += [where + reason for reason in _routing(device, fact)]
         if (fact.num_sms or 0) <= request.num_reserved_sms:
             reasons.append(
                 f"{where}num_reserved_sms={request.num_reserved_sms} leaves none of {fact.num_sms} SMs"
@@ -107,15 +114,60 @@ def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
         yield _NO_MXFP8
     if request.dtype != "bfloat16":
         yield f"takes bfloat16 inputs, got {request.dtype}"
-    if request.hidden % FUSED_HIDDEN_MULTIPLE:
-        yield f"hidden is {request.hidden}, must be a multiple of {FUSED_HIDDEN_MULTIPLE}"
-    if request.intermediate % FUSED_INTERMEDIATE_MULTIPLE:
-        yield f"intermediate is {request.intermediate}, must be a multiple of {FUSED_INTERMEDIATE_MULTIPLE}"
+    yield from _tiles(request, [v for fact in facts for v in fact.variants])
     for rank, fact in enumerate(facts):
         where = f"rank {rank}: " if len(facts) > 1 else ""
         for reason in _fused_device(request, fact):
             yield where + reason
     yield from _links(facts)
+    if _stand_in(request, facts) is not None:
+        yield from _group(facts)
+
+
+def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[str]:
+    """Every reason in ``request`` itself against a wheel with ``variants``; empty where some device could serve it."""
+    reasons = list(_tiles(request, variants))
+    if request.dtype != "bfloat16":
+        reasons.append(f"takes bfloat16 inputs, got {request.dtype}")
+    for op, precision in zip(("forward", "backward"), _directions(request), strict=True):
+        if not any(v.op == op and v.precision == precision for v in variants) and not (
+            op == "backward" and precision in _GROUPED_BACKWARD
+        ):
+            reasons.append(f"this wheel holds no fused {op} kernel in {precision}")
+    return reasons
+
+
+def _directions(request: Request) -> tuple[str, str]:
+    return _DIRECTIONS.get(request.precision, (request.precision, request.precision))
+
+
+def _tiles(request: Request, variants: Sequence[Variant]) -> Iterator[str]:
+    """What the tiles of the forward kernels cannot divide, of the kernel that lacks least."""
+    lacks = []
+    for v in variants:
+        if v.op == "forward" and v.precision == _directions(request)[0]:
+            multiples = {"hidden": v.hidden_multiple, "intermediate": v.intermediate_multiple}
+            lacks.append(
+                [
+                    f"{name} is {getattr(request, name)}, must be a multiple of {multiple}"
+                    for name, multiple in multiples.items()
+                    if getattr(request, name) % multiple
+                ]
+            )
+    yield from min(lacks, key=len, default=[])
+
+
+def _stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
+    """What serves the backward where a rank's wheel holds no kernel for it."""
+    precision = _directions(request)[1]
+    if precision not in _GROUPED_BACKWARD:
+        return None
+    if all(_holds("backward", precision, fact) for fact in facts):
+        return None
+    return (
+        f"the backward runs on torch's grouped products, since this wheel holds no fused backward kernel "
+        f"in {precision}"
+    )
 
 
 def _fused_device(request: Request, fact: RankFacts) -> Iterator[str]:
@@ -143,12 +195,26 @@ def _architecture(request: Request, fact: RankFacts) -> Iterator[str]:
         holds = ", ".join(f"sm_{a}" for a in fact.library_architectures) or "none"
         yield f"the device is sm_{device} ({fact.device_name}), this wheel holds {holds}"
         return
-    forward, backward = {"fp8_bwd": ("bf16", "fp8")}.get(request.precision, (request.precision,) * 2)
-    for op, precision in (("forward", forward), ("backward", backward)):
-        if not any(
-            v.op == op and v.precision == precision and v.architecture in serving for v in fact.variants
-        ):
+    yield from _routing(device, fact)
+    for op, precision in zip(("forward", "backward"), _directions(request), strict=True):
+        if op == "backward" and precision in _GROUPED_BACKWARD:
+            continue
+        if not _holds(op, precision, fact):
             yield f"this wheel holds no fused {op} kernel in {precision} for sm_{serving[0]}"
+
+
+def _routing(device: str, fact: RankFacts) -> Iterator[str]:
+    if not _holds("route", "none", fact):
+        yield f"this wheel holds no routing kernel for sm_{device}"
+
+
+def _holds(op: str, precision: str, fact: RankFacts) -> bool:
+    """Whether the wheel of ``fact`` has such a kernel for its device."""
+    device = "{}{}".format(*(fact.compute_capability or (0, 0)))
+    return any(
+        v.op == op and v.precision == precision and v.architecture.rstrip("af") == device
+        for v in fact.variants
+    )
 
 
 def _driver(fact: RankFacts) -> Iterator[str]:
@@ -211,6 +277,11 @@ def _plain(facts: Sequence[RankFacts]) -> Iterator[str]:
     for fact in facts:
         if fact.device_type not in ("cpu", "cuda"):
             yield f"runs on cpu and cuda, the device is {fact.device}"
+    yield from _group(facts)
+
+
+def _group(facts: Sequence[RankFacts]) -> Iterator[str]:
+    for fact in facts:
         needed = {"cuda": "nccl", "cpu": "gloo"}.get(fact.device_type)
         if fact.group_backend is not None and needed is not None and needed not in fact.group_backend:
             yield f"the process group is {fact.group_backend}, {fact.device_type} tensors need {needed}"

@@ -22,6 +22,7 @@ class Variant:
     architecture: str
     precision: str
     hidden_multiple: int = 1
+    intermediate_multiple: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,25 @@ def collect(device: torch.device | str, group_backend: str | None = None) -> Ran
         library_cuda=status.build.get("cuda"),
         library_architectures=tuple(status.build.get("architectures", ())),
         kernels_sha256=status.build.get("kernels_sha256"),
-        variants=tuple(
-            Variant(v["op"], v["architecture"], v["precision"], v.get("hidden_multiple", 1))
-            for v in library.variants()
-            if status.loaded
-        ),
+        variants=variants() if status.loaded else (),
     )
     if device.type == "cuda":
         known.update(_gpu(device))
     return RankFacts(**known)
+
+
+def variants() -> tuple[Variant, ...]:
+    """The compiled kernels of this wheel, for whatever device."""
+    return tuple(
+        Variant(
+            v["op"],
+            v["architecture"],
+            v["precision"],
+            v.get("hidden_multiple", 1),
+            v.get("intermediate_multiple", 1),
+        )
+        for v in library.variants()
+    )
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:

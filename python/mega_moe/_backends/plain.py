@@ -98,7 +98,15 @@ class PlainExecutor:
             dtopk = pairs.view(topk_idx.shape).to(topk_weights.dtype)
         return (dx if needs[0] else None, dtopk if needs[1] else None, grads.dw_gate_up, grads.dw_down)
 
-    def refuse(self, error: Exception) -> None:
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.arithmetic.dtypes
+
+    @property
+    def stages_by(self) -> str:
+        return self.stager.name
+
+    def refuse(self, error: Exception, num_tokens: int = 0) -> None:
         """Tell the other ranks, which are at or on their way to this call, why this rank does not take part."""
         if self.control.size > 1:
             self._agree(Header(self._next(), 1, _FORWARD, 0, 0, 0), torch.zeros(0), error)
@@ -121,7 +129,7 @@ class PlainExecutor:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 "this backend sizes its exchange on the host and cannot be captured into a CUDA graph; "
-                "only the fused backend can"
+                "only the forward of the fused backend can"
             )
         refusal: Exception | None = None
         if x.shape[0] > self.request.max_tokens_per_rank:

@@ -12,22 +12,27 @@ from torch import Tensor
 
 from mega_moe._backends.arithmetic import Arithmetic
 from mega_moe._backends.control import Control
-from mega_moe._backends.decide import Verdict, check_name, choose, decide, why_no_kernel_router
-from mega_moe._backends.facts import RankFacts
+from mega_moe._backends.decide import (
+    Verdict,
+    check_name,
+    choose,
+    decide,
+    why_no_fused_shape,
+    why_no_kernel_router,
+)
+from mega_moe._backends.executor import LayerExecutor
+from mega_moe._backends.facts import RankFacts, variants
+from mega_moe._backends.fused import FusedExecutor
 from mega_moe._backends.grouped import GroupedArithmetic
+from mega_moe._backends.kernel_build import build_kernel_rank, kernel_nbytes
+from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._backends.kernel_router import KernelRouter
 from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
-from mega_moe._backends.router import KernelRouter, Router, TorchRouter
+from mega_moe._backends.router import Router, TorchRouter
 from mega_moe._backends.staging import KernelStager, Stager, TorchStager
-from mega_moe._backends.symmetric import (
-    Shape,
-    allocate,
-    of_group,
-    of_one_rank,
-    symmetric_layout,
-    workspace_layout,
-)
+from mega_moe._backends.symmetric import allocate
 from mega_moe._backends.transport import GroupTransport, LocalTransport, Transport
 from mega_moe._base import env
 from mega_moe._base.errors import BackendRefusedError, FallbackWarning, MegaMoEError
@@ -53,6 +58,8 @@ class Explanation:
         if self.chosen is None:
             return "no backend is chosen"
         fused = self.verdict("fused")
+        if self.chosen == "fused":
+            return "fused" if fused.note is None else f"fused; {fused.note}"
         return self.chosen if fused.accepted else f"{self.chosen}, since {fused}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,7 +67,7 @@ class Explanation:
             "request": self.request.as_dict(),
             "chosen": self.chosen,
             "verdicts": [
-                {"backend": v.backend, "accepted": v.accepted, "reasons": list(v.reasons)}
+                {"backend": v.backend, "accepted": v.accepted, "reasons": list(v.reasons), "note": v.note}
                 for v in self.verdicts
             ],
         }
@@ -111,68 +118,65 @@ def warn_fallback(explanation: Explanation) -> None:
         warnings.warn(message, FallbackWarning, stacklevel=3)
 
 
+def build_kernels(
+    explanation: Explanation,
+    everyone: Sequence[RankFacts],
+    device: torch.device,
+    control: Control,
+    group: Any,
+    progress_timeout: float,
+) -> tuple[KernelRank | None, str | None]:
+    """Collective. The memory of the kernels where all ranks can run them, else the reason why they cannot."""
+    request = explanation.request
+    reasons = why_no_kernel_router(request, everyone)
+    if reasons:
+        return None, "; ".join(reasons)
+    num_sms = (everyone[control.rank].num_sms or 0) - request.num_reserved_sms
+    fused = explanation.chosen == "fused"
+    return build_kernel_rank(request, fused, num_sms, device, control, group, progress_timeout), None
+
+
+def build_router(request: Request, control: Control, kernels: KernelRank | None) -> Router:
+    """The routing kernel where there is memory for it, else plain operators."""
+    return TorchRouter(request, control) if kernels is None else KernelRouter(kernels)
+
+
 def build_executor(
     explanation: Explanation,
     facts: RankFacts,
     device: torch.device,
     control: Control,
     group: Any,
-    staging: Tensor | None = None,
-) -> PlainExecutor:
-    """The executor of the chosen backend on this rank; ``staging``: memory for the staging kernel, if there is some."""
+    kernels: KernelRank | None,
+) -> LayerExecutor:
+    """The executor of the chosen backend on this rank."""
     request = explanation.request
     makers: dict[str | None, Callable[[], Arithmetic]] = {
+        "fused": GroupedArithmetic,  # of the backward, for which this version has no kernel
         "grouped": GroupedArithmetic,
         "reference": lambda: ReferenceArithmetic(request.precision),
     }
-    if explanation.chosen not in makers:
-        raise MegaMoEError(f"the backend {explanation.chosen!r} was chosen, but this version cannot run it")
-    arithmetic = makers[explanation.chosen]()
+    fused = explanation.chosen == "fused"
+    if explanation.chosen not in makers or (fused and kernels is None):
+        raise MegaMoEError(f"the backend {explanation.chosen!r} was chosen, but this process cannot run it")
     transport: Transport = LocalTransport() if group is None else GroupTransport(group)
-    return PlainExecutor(request, arithmetic, _stager(request, facts, device, staging), control, transport)
+    # The fused backend's backward keeps off the staging area, from which a forward on another stream may be reading.
+    plain_stager = TorchStager(request.num_experts)
+    memory = None if kernels is None else kernels.staging
+    stager = plain_stager if fused else _stager(request, facts, device, memory, plain_stager)
+    plain = PlainExecutor(request, makers[explanation.chosen](), stager, control, transport)
+    return FusedExecutor(kernels, plain) if fused and kernels is not None else plain
 
 
-def build_router(
-    request: Request,
-    everyone: Sequence[RankFacts],
-    device: torch.device,
-    control: Control,
-    group: Any,
-    progress_timeout: float,
-) -> tuple[Router, str | None]:
-    """Collective. The routing kernel where all ranks can run it, else plain operators and the reason why."""
-    reasons = why_no_kernel_router(request, everyone)
-    if reasons:
-        return TorchRouter(request, control), "; ".join(reasons)
-    shape = _shape(request)
-    nbytes = symmetric_layout(shape).total
-    memory = of_one_rank(nbytes, device) if group is None else of_group(nbytes, device, group, control)
-    return KernelRouter(
-        shape,
-        control.rank,
-        memory,
-        num_sms=(everyone[control.rank].num_sms or 0) - request.num_reserved_sms,
-        arrival_timeout=progress_timeout if control.timeout is None else control.timeout,
-        progress_timeout=progress_timeout,
-    ), None
+def buffer_nbytes(request: Request, backend: str | None = None) -> int:
+    """Bytes that a buffer holds on a GPU that runs the kernels; ``backend``: the user's wish.
 
-
-def buffer_nbytes(request: Request) -> int:
-    """Bytes that a buffer holds on a GPU that runs the kernels: the part that peers reach, and the workspace."""
-    shape = _shape(request)
-    return symmetric_layout(shape).total + workspace_layout(shape).total
-
-
-def _shape(request: Request) -> Shape:
-    # The staging area is laid out for x in bf16, which every precision stages in one direction and which is the larger.
-    return Shape(
-        request.max_tokens_per_rank,
-        request.top_k,
-        request.num_experts,
-        request.hidden,
-        request.num_ranks,
-        canaries=env.debug(),
-    )
+    Raises BackendRefusedError where the fused backend is wished for and no device could serve the request.
+    """
+    reasons = why_no_fused_shape(request, variants()) if backend in (None, "fused") else ["not wished for"]
+    if backend == "fused" and reasons:
+        raise BackendRefusedError(f"backend 'fused' cannot serve this request: {'; '.join(reasons)}")
+    return kernel_nbytes(request, not reasons)
 
 
 def _staging_nbytes(request: Request) -> int:
@@ -186,9 +190,10 @@ def _staged_forms(request: Request) -> tuple[str, ...]:
     return ("bf16", "fp8") if request.precision == "fp8" else ("bf16",)
 
 
-def _stager(request: Request, facts: RankFacts, device: torch.device, memory: Tensor | None) -> Stager:
-    """The staging kernel where the wheel holds it in every form that is needed, else plain operators."""
-    plain = TorchStager(request.num_experts)
+def _stager(
+    request: Request, facts: RankFacts, device: torch.device, memory: Tensor | None, plain: TorchStager
+) -> Stager:
+    """The staging kernel where the wheel holds it in every form that is needed, else ``plain``."""
     if device.type != "cuda" or facts.compute_capability is None:
         return plain
     architecture = "{}{}".format(*facts.compute_capability)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +19,16 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """What both layouts depend on; equal on all ranks. ``pool_rows`` 0: a chunk holds whatever comes."""
+    """What both layouts depend on; equal on all ranks.
+
+    ``intermediate`` 0: no pools, tables only. ``pool_rows`` 0: a chunk holds whatever comes.
+    """
 
     max_tokens: int
     top_k: int
     num_experts: int
     hidden: int
+    intermediate: int = field(default=0, kw_only=True)
     num_ranks: int
     pool_rows: int = 0
     quantise: bool = False
@@ -42,6 +46,7 @@ class Shape:
             self.top_k,
             self.num_experts,
             self.hidden,
+            self.intermediate,
             self.num_ranks,
             self.pool_rows,
             self.quantise,

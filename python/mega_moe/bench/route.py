@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_moe._backends.router import KernelRouter
+from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._backends.kernel_router import KernelRouter
 from mega_moe._backends.symmetric import Shape, of_virtual_ranks, symmetric_layout
 from mega_moe._backends.tables import plain_tables
 from mega_moe._ops import library
@@ -56,13 +57,15 @@ class _Ranks:
         parts = of_virtual_ranks(symmetric_layout(shape).total, device, shape.num_ranks)
         self.routers = [
             KernelRouter(
-                shape,
-                rank,
-                parts[rank],
-                num_sms=self.num_sms,
-                arrival_timeout=_LIMIT,
-                progress_timeout=_LIMIT,
-                lane=rank,
+                KernelRank(
+                    shape,
+                    rank,
+                    parts[rank],
+                    num_sms=self.num_sms,
+                    arrival_timeout=_LIMIT,
+                    progress_timeout=_LIMIT,
+                    lane=rank,
+                )
             )
             for rank in ranks
         ]

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "intermediate": 128,
     "device": "cpu",
 }
-KERNELS = tuple(Variant(op, "90a", "bf16") for op in ("forward", "backward"))
+KERNELS = (*(Variant(op, "90a", "bf16") for op in ("forward", "backward")), Variant("route", "90a", "none"))
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +124,8 @@ def test_names() -> None:
 
 def test_a_choice_that_nothing_can_run_is_not_run_by_something_else() -> None:
     explanation = plan.explain(request(), [gpu()])
-    with pytest.raises(MegaMoEError, match="'fused' was chosen, but this version cannot run it"):
-        plan.build_executor(explanation, CPU, torch.device("cpu"), LocalControl(), None)
+    with pytest.raises(MegaMoEError, match="'fused' was chosen, but this process cannot run it"):
+        plan.build_executor(explanation, CPU, torch.device("cpu"), LocalControl(), None, None)
 
 
 # A buffer of one rank

@@ -12,17 +12,24 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import torch
 from torch import Tensor
 
-from mega_moe._backends.router import KernelRouter, Routing
+from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._backends.kernel_router import KernelRouter
+from mega_moe._backends.summary import Routing
 from mega_moe._backends.symmetric import Shape, of_virtual_ranks, symmetric_layout, workspace_layout
 from mega_moe._backends.tables import Tables, plain_tables
 
 # Parts that are zero in a new buffer; what the others hold must not matter.
-SYMMETRIC_STATE = ("control", "headers", "block_flags")
+SYMMETRIC_STATE = ("control", "headers", "block_flags", "x_flags", "sent_flags")
 WORKSPACE_STATE = ("sync", "group_counts")
+# 16 bits that fill all other parts: as bf16 a number, NaN, and 3e38.
+NUMBER, NAN, HUGE = 0xEEEE, 0xFFFF, 0x7F62
 
 
 class VirtualRanks:
-    """``shape.num_ranks`` routers on ``device``; ``num_sms`` for each (default: an even share)."""
+    """``shape.num_ranks`` routers on ``device``; ``num_sms`` for each (default: an even share).
+
+    Launches of one lane are chained by the library; ranks that are to run at once need a lane each.
+    """
 
     def __init__(
         self,
@@ -32,27 +39,28 @@ class VirtualRanks:
         num_sms: int | None = None,
         arrival: float = 10.0,
         progress: float = 10.0,
-        poison: int | None = 0xEE,
+        poison: int = NUMBER,
+        first_lane: int = 0,
     ) -> None:
         self.shape, self.device = shape, device
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         ranks = range(shape.num_ranks)
         self.streams = [torch.cuda.Stream(device) for _ in ranks]
         parts = of_virtual_ranks(symmetric_layout(shape).total, device, shape.num_ranks)
-        self.routers = [
-            KernelRouter(
+        self.kernels = [
+            KernelRank(
                 shape,
                 rank,
                 parts[rank],
                 num_sms=num_sms or everything // shape.num_ranks,
                 arrival_timeout=arrival,
                 progress_timeout=progress,
-                lane=rank,
+                lane=first_lane + rank,
             )
             for rank in ranks
         ]
-        if poison is not None:
-            self.poison(poison)
+        self.routers = [KernelRouter(kernels) for kernels in self.kernels]
+        self.poison(poison)
         self.warm()
 
     def warm(self) -> None:
@@ -62,16 +70,20 @@ class VirtualRanks:
                 torch.empty(1, device=self.device)
         torch.cuda.synchronize(self.device)
 
-    def poison(self, byte: int) -> None:
+    def poison(self, word: int) -> None:
+        """Fill all memory but the state with ``word``. Nothing may be running."""
+        torch.cuda.synchronize(self.device)
         layouts = (
             (symmetric_layout(self.shape), SYMMETRIC_STATE),
             (workspace_layout(self.shape), WORKSPACE_STATE),
         )
-        for router in self.routers:
-            for memory, (layout, state) in zip(router.memory, layouts, strict=True):
-                for name, (start, size) in layout.parts.items():
+        signed = word - (1 << 16) if word >= 1 << 15 else word
+        for kernels in self.kernels:
+            for memory, (layout, state) in zip(kernels.memory, layouts, strict=True):
+                for name in layout.parts:
                     if name not in state:
-                        memory[start : start + size] = byte
+                        layout.view(memory, name, torch.int16).fill_(signed)
+        torch.cuda.synchronize(self.device)
 
     def launch(self, ids: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> list[Routing]:
         """One call of every rank, from the last to the first; the inputs are on the device already."""

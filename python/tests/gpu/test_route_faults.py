@@ -9,7 +9,7 @@ import torch
 
 import mega_moe
 from mega_moe import MegaMoEError, PeerError, RankTimeoutError
-from mega_moe._backends.router import Routing
+from mega_moe._backends.summary import Routing
 from mega_moe._backends.symmetric import Shape, symmetric_layout
 
 from ._virtual import VirtualRanks, assert_tables, random_ids

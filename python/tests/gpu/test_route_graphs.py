@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_moe._backends.router import Routing
+from mega_moe._backends.summary import Routing
 from mega_moe._backends.symmetric import Shape
 
 from ._virtual import VirtualRanks, assert_tables, random_ids

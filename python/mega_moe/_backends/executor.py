@@ -1,0 +1,25 @@
+"""What a buffer needs of the backend that it chose, beside the two directions that the operators call."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from mega_moe._ops import registry
+
+
+class LayerExecutor(registry.Executor, Protocol):
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of x and the weights."""
+        ...
+
+    @property
+    def stages_by(self) -> str:
+        """'kernel' or 'torch': what brings a call's x, ids and weights into the form that dispatch reads."""
+        ...
+
+    def refuse(self, error: Exception, num_tokens: int) -> None:
+        """Let the other ranks raise PeerError for the call that this rank answers with ``error``."""
+        ...

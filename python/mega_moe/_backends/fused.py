@@ -1,0 +1,90 @@
+"""The fused backend: the forward is one kernel; the backward, for which no kernel exists yet, is another executor's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.executor import LayerExecutor
+from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._base.errors import MegaMoEError, PeerError
+
+_ALIGNMENT = 16  # bytes; what the kernel's bulk copies start on
+
+
+class FusedExecutor:
+    """Forward never waits for the device, so ranks agree on nothing before it; see `KernelRank.call` for its faults.
+
+    ``backward`` computes everything again from the inputs, and agrees with the other ranks as it always does. It must
+    not use the staging area of the buffer, from which a forward on another stream may be reading.
+    """
+
+    dtypes = (torch.bfloat16,)
+    stages_by = "kernel"
+
+    def __init__(self, kernels: KernelRank, backward: LayerExecutor) -> None:
+        self._kernels = kernels
+        self._kernel = KernelForward(kernels)
+        self._backward = backward
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+    ) -> Tensor:
+        most = self._kernels.shape.max_tokens
+        if x.shape[0] > most:
+            # Seen here by compiled calls alone, whose T is not known before.
+            error = ValueError(f"x: got {x.shape[0]} tokens, the buffer was built for {most} per rank")
+            self.refuse(error, x.shape[0])
+            raise error
+        x, topk_idx, topk_weights = _dense(x), _dense(topk_idx), _dense(topk_weights)
+        y, _ = self._kernel.forward(x, topk_idx, topk_weights, _dense(w_gate_up), _dense(w_down), clamp)
+        return y
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        needs: tuple[bool, bool, bool, bool],
+        dw_dtype: torch.dtype,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        if torch.cuda.is_current_stream_capturing():
+            raise MegaMoEError(
+                "the backward of this version's fused backend sizes its exchange on the host and cannot be captured "
+                "into a CUDA graph; its forward can"
+            )
+        self._raise_faults()
+        return self._backward.backward(
+            dy, x, topk_idx, topk_weights, w_gate_up, w_down, clamp, needs, dw_dtype
+        )
+
+    def refuse(self, error: Exception, num_tokens: int) -> None:
+        self._kernels.refuse(num_tokens)
+
+    def _raise_faults(self) -> None:
+        """What this call's forward reported, before the ranks meet: some of them may not come to its backward."""
+        torch.cuda.current_stream(self._kernels.device).synchronize()
+        pending = self._kernels.take_pending()
+        if pending is None:
+            return
+        if not isinstance(pending, PeerError):
+            # A bad id, of which the other ranks know nothing. Of a refusal all ranks know, and the one that refused has
+            # raised already, so nobody would come.
+            self._backward.refuse(pending, 0)
+        raise pending
+
+
+def _dense(value: Tensor) -> Tensor:
+    value = value.contiguous()
+    return value.clone() if value.data_ptr() % _ALIGNMENT else value

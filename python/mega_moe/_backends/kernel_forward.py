@@ -1,0 +1,67 @@
+"""The fused forward of one rank: one launch for dispatch, both products, SwiGLU and combine."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._backends.summary import Routing, routing_of
+from mega_moe._ops import library
+
+
+class KernelForward:
+    """The fused forward kernel on the memory of ``kernels``. Launches never wait for the device."""
+
+    def __init__(self, kernels: KernelRank) -> None:
+        self._kernels = kernels
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None = None,
+        *,
+        delay_seed: int = 0,
+        trace: Tensor | None = None,
+    ) -> tuple[Tensor, Routing]:
+        """-> y ``[T, H]`` bf16 and the routing of the call, both on the current stream.
+
+        Contiguous tensors with 16-byte aligned rows: x ``[T, H]``, w_gate_up ``[E_local, 2I, H]``, w_down
+        ``[E_local, H, I]`` in bf16; ids int32 or int64 and weights fp32 or bf16 ``[T, K]``. ``delay_seed`` other than 0
+        delays the communication at random; ``trace`` int64 ``[CTAs, 5, events, 3]``, zeroed, makes the launch one of
+        the tracing kernel. A bad id, a refusal or a lost rank makes y NaN; the next call or `KernelRank.check` raises.
+        """
+        kernels = self._kernels
+        shape = kernels.shape
+        y = torch.empty_like(x)
+        summary = kernels.new_summary()
+        kernels.call(
+            lambda: library.require().moe_forward(
+                x,
+                topk_idx,
+                topk_weights,
+                w_gate_up,
+                w_down,
+                y,
+                summary,
+                *kernels.addresses,
+                shape.max_tokens,
+                shape.num_experts,
+                shape.pool_rows,
+                shape.canaries,
+                kernels.rank,
+                kernels.num_sms,
+                *kernels.limits_ns,
+                math.inf if clamp is None else clamp,
+                delay_seed,
+                0 if trace is None else trace.data_ptr(),
+                0 if trace is None else trace.numel() * trace.element_size(),
+            )
+        )
+        return y, routing_of(summary, shape.num_ranks, shape.num_local_experts)

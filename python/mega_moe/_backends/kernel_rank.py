@@ -1,0 +1,167 @@
+"""One rank of the kernels that span ranks: its memory, its record of faults, and launches that wait for no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends import faults
+from mega_moe._backends.chain import in_order
+from mega_moe._backends.summary import new_summary
+from mega_moe._backends.symmetric import (
+    Shape,
+    SymmetricMemory,
+    allocate,
+    broken_canaries,
+    symmetric_layout,
+    workspace_layout,
+    write_canaries,
+)
+from mega_moe._backends.tables import BLOCK_TOKENS
+from mega_moe._base import env
+from mega_moe._base.errors import MegaMoEError
+from mega_moe._ops import library
+
+
+class KernelRank:
+    """What `KernelRouter` and `KernelForward` launch on: all launches of a rank share one epoch and one record."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        rank: int,
+        symmetric: SymmetricMemory,
+        *,
+        num_sms: int,
+        arrival_timeout: float,
+        progress_timeout: float,
+        lane: int = 0,
+    ) -> None:
+        self.shape, self.rank, self.num_sms = shape, rank, num_sms
+        self.device = symmetric.memory.device
+        self._symmetric = symmetric
+        self._workspace = allocate(workspace_layout(shape).total, self.device)
+        self._record = torch.zeros(faults.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        self._no_weights = torch.empty(0, shape.top_k, device=self.device)
+        self._no_ids = torch.empty(0, shape.top_k, dtype=torch.int64, device=self.device)
+        self._limits = faults.Limits(
+            shape.num_ranks,
+            shape.top_k,
+            -(-shape.max_tokens // BLOCK_TOKENS),
+            arrival_timeout,
+            progress_timeout,
+        )
+        self._lane = lane
+        self._lost: str | None = None
+        if shape.canaries:
+            write_canaries(symmetric.memory, symmetric_layout(shape))
+            write_canaries(self._workspace, workspace_layout(shape))
+        # The stream that launches need not be the one that zeroed the memory.
+        torch.cuda.synchronize(self.device)
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """The symmetric part and the workspace, uint8."""
+        return self._symmetric.memory, self._workspace
+
+    @property
+    def staging(self) -> Tensor:
+        return symmetric_layout(self.shape).view(self._symmetric.memory, "staging", torch.uint8)
+
+    @property
+    def addresses(self) -> tuple[list[int], int, int]:
+        """As the operators take them: the symmetric parts of all ranks, the workspace, the record."""
+        return self._symmetric.addresses, self._workspace.data_ptr(), self._record.data_ptr()
+
+    @property
+    def limits_ns(self) -> tuple[int, int]:
+        """Arrival and progress limit."""
+        return int(self._limits.arrival * 1e9), int(self._limits.progress * 1e9)
+
+    def new_summary(self) -> Tensor:
+        return new_summary(self.shape.num_ranks, self.shape.num_local_experts, self.device)
+
+    def call(self, launch: Callable[[], None]) -> None:
+        """One launch in order; then raises what earlier ones reported, and with MEGA_MOE_DEBUG=1 what this one does."""
+        pending = self.take_pending()
+        self._in_order(launch)
+        if pending is not None:
+            # After the launch, and not instead of it: the other ranks wait for this call, which did nothing wrong.
+            raise pending
+        if env.debug() and not torch.cuda.is_current_stream_capturing():
+            self.check()
+
+    def route(self, topk_idx: Tensor, topk_weights: Tensor | None) -> Tensor:
+        """One launch of the routing kernel -> its summary."""
+        summary = self.new_summary()
+        self.call(lambda: self._route(topk_idx.contiguous(), topk_weights, summary, 0))
+        return summary
+
+    def refuse(self, num_tokens: int) -> None:
+        """A launch in place of a call that this rank takes no part in: the other ranks' calls end at once."""
+        if self.shape.num_ranks == 1 or self._lost is not None:
+            return
+        told = num_tokens if num_tokens > self.shape.max_tokens else 1
+        summary = self.new_summary()
+        self._in_order(lambda: self._route(self._no_ids, None, summary, told))
+
+    def check(self) -> None:
+        """Wait for the device and raise what its launches reported."""
+        torch.cuda.synchronize(self.device)
+        pending = self.take_pending()
+        if pending is not None:
+            raise pending
+        if self.shape.canaries:
+            parts = (
+                (self.memory[0], symmetric_layout(self.shape)),
+                (self._workspace, workspace_layout(self.shape)),
+            )
+            broken = [gap for memory, layout in parts for gap in broken_canaries(memory, layout)]
+            if broken:
+                raise MegaMoEError(f"a kernel wrote between the parts of the buffer, at bytes {broken}")
+
+    def close(self) -> None:
+        # The allocator may hand the memory to another stream at once.
+        torch.cuda.synchronize(self.device)
+
+    def take_pending(self) -> Exception | None:
+        """What the launches have reported so far, without waiting for the device; raises when the ranks are lost."""
+        if self._lost is not None:
+            raise MegaMoEError(f"the ranks of this buffer lost one another earlier: {self._lost}")
+        words = self._record.tolist()
+        if not words[0]:
+            return None
+        error = faults.decode(words, self._limits)
+        if faults.is_fatal(faults.Record(*words)):
+            self._lost = str(error)
+            raise error
+        self._record.zero_()
+        return error
+
+    def _in_order(self, launch: Callable[[], None]) -> None:
+        with torch.cuda.device(self.device), in_order(self.device, self._lane):
+            launch()
+
+    def _route(self, topk_idx: Tensor, topk_weights: Tensor | None, summary: Tensor, refused: int) -> None:
+        shape = self.shape
+        library.require().route(
+            topk_idx,
+            self._no_weights if topk_weights is None else topk_weights.contiguous(),
+            summary,
+            *self.addresses,
+            shape.max_tokens,
+            shape.num_experts,
+            shape.hidden,
+            shape.intermediate,
+            shape.pool_rows,
+            shape.quantise,
+            shape.home,
+            shape.canaries,
+            self.rank,
+            self.num_sms,
+            *self.limits_ns,
+            refused,
+            topk_weights is not None,
+        )

@@ -1,0 +1,54 @@
+"""What the fused backend leaves to others, and what of its reasons lies in the request alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega_moe._backends.decide import decide, why_no_fused_shape, why_no_kernel_router
+from mega_moe._backends.facts import Variant
+
+from ._facts import FULL, STAGE_ONLY, gpu, kernels, request
+from .test_core_decide import TABLE
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in TABLE.items() if row.backend == "fused" and not row.reasons]
+)
+def test_what_fused_accepts_can_be_routed(name: str) -> None:
+    """Its memory and its refusals are the routing kernel's."""
+    assert why_no_kernel_router(TABLE[name].request, TABLE[name].facts) == []
+
+
+def test_a_stand_in_for_the_backward_is_told() -> None:
+    whole, forward = gpu(), gpu(variants=kernels("forward bf16"))
+    assert decide(request(), [whole])[0].note is None
+    verdict = decide(request(), [forward])[0]
+    assert verdict.note == (
+        "the backward runs on torch's grouped products, since this wheel holds no fused backward kernel in bf16"
+    )
+    assert str(verdict) == f"fused: accepted; {verdict.note}"
+    for refused in (request(hidden=384), request(precision="fp8")):
+        assert decide(refused, [forward])[0].note is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "held", "reasons"),
+    [
+        ({}, kernels("forward bf16"), []),
+        ({"hidden": 384}, kernels("forward bf16"), ["hidden is 384, must be a multiple of 256"]),
+        ({"dtype": "float32"}, kernels("forward bf16"), ["takes bfloat16 inputs, got float32"]),
+        ({}, STAGE_ONLY, ["this wheel holds no fused forward kernel in bf16"]),
+        (
+            {"precision": "fp8_bwd"},
+            kernels("forward bf16"),
+            ["this wheel holds no fused backward kernel in fp8"],
+        ),
+        ({"precision": "fp8_bwd"}, FULL, []),
+    ],
+)
+def test_what_lies_in_the_request_alone(
+    changes: dict[str, Any], held: tuple[Variant, ...], reasons: list[str]
+) -> None:
+    assert why_no_fused_shape(request(**changes), held) == reasons
