@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from mega_moe._backends import plan
 from mega_moe._backends.agreement import agree, confirm
 from mega_moe._backends.control import Control, GroupControl, LocalControl, check_timeout
+from mega_moe._backends.decide import check_name
 from mega_moe._backends.executor import LayerExecutor
 from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
 from mega_moe._backends.request import Request
@@ -41,7 +42,7 @@ class MoEBuffer:
         precision: "bf16" (the inputs' own dtype), "fp8" (blockwise e4m3), "fp8_bwd" (bf16 forward, fp8 backward) or
             "mxfp8" (refused until its kernels exist).
         backend: "auto" takes the first that fits of fused, grouped, reference and warns once when it is not fused; a
-            name raises BackendRefusedError with all reasons where it does not fit.
+            name raises BackendRefusedError with all reasons where it does not fit. ``reason`` tells what was taken.
         dtype: of x and the weights, as far as it decides the choice of the backend.
         device: where x lives; default: the current GPU if the group can serve it, else the CPU.
         num_reserved_sms: SMs that the fused kernels leave to others (NCCL on another stream).
@@ -284,17 +285,22 @@ class MoEBuffer:
         precision: str = "bf16",
         num_ranks: int = 1,
         training: bool = True,
+        backend: str = "auto",
     ) -> int:
-        """Bytes of GPU memory that a buffer of this size holds on each rank.
+        """Bytes of GPU memory that a buffer of this size holds on each rank, whatever the routing of its calls.
 
-        Needs the compiled library, no GPU; depends on its arguments and, for the canaries, on MEGA_MOE_DEBUG. Plain
-        backends on a CPU, or on a GPU whose architecture the wheel does not hold, keep nothing. ``training`` makes no
-        difference yet: what is kept serves both directions.
+        Needs the compiled library, no GPU; depends on its arguments and, for the canaries, on MEGA_MOE_DEBUG. "auto"
+        counts the pools of the fused backend where the wheel holds a kernel for the request, a name counts that
+        backend's memory. Plain backends on a CPU, or on a GPU whose architecture the wheel does not hold, keep nothing.
+        ``training`` makes no difference yet: the backward keeps nothing between calls.
+
+        Raises:
+            BackendRefusedError: "fused" is named, and no kernel of the wheel serves the request.
         """
         request = Request(
             num_experts, max_tokens_per_rank, top_k, hidden, intermediate, precision, num_ranks=num_ranks
         )
-        return plan.buffer_nbytes(request)
+        return plan.buffer_nbytes(request, check_name("backend", backend))
 
 
 def _group_backend(group: dist.ProcessGroup) -> str:

@@ -10,6 +10,7 @@ from mega_moe._base.errors import MegaMoEError, PeerError, RankTimeoutError
 RECORD_WORDS = 8
 BAD_ID, REFUSED, ARRIVAL, PROGRESS, ABORTED = 1, 2, 3, 4, 5
 PUBLISH, HEADER, BLOCK_FLAG, GRID_BARRIER = 1, 2, 3, 4
+PULL_SOURCE, TILE_INPUT, PUSH_INPUT, HOME_SUM, CHUNK_FREE, LAST_SUMS = 5, 6, 7, 8, 9, 10
 _U64 = (1 << 64) - 1
 
 
@@ -44,7 +45,7 @@ def is_fatal(record: Record) -> bool:
 def decode(words: Sequence[int], limits: Limits) -> Exception:
     """The exception for a record whose first word is set."""
     record = Record(*words)
-    head = f"rank {record.rank} of {limits.num_ranks}: routing in call {record.epoch} of this buffer"
+    head = f"rank {record.rank} of {limits.num_ranks}: {_phase(record.role)} in call {record.epoch} of this buffer"
     if record.kind == BAD_ID:
         token, slot = divmod(record.item, limits.top_k)
         return ValueError(
@@ -74,12 +75,26 @@ def decode(words: Sequence[int], limits: Limits) -> Exception:
     return MegaMoEError(f"{head}: record {tuple(record)} is of an unknown kind")
 
 
+def _phase(role: int) -> str:
+    """The part of a launch in which ``role`` waits."""
+    if role in (PULL_SOURCE, CHUNK_FREE):
+        return "dispatch"
+    if role == TILE_INPUT:
+        return "the products"
+    return "combine" if role in (PUSH_INPUT, HOME_SUM, LAST_SUMS) else "routing"
+
+
 def _awaited(role: int, index: int, limits: Limits) -> str:
-    if role == HEADER:
-        return f"rank {index} to launch"
-    if role == BLOCK_FLAG:
-        rank, block = divmod(index, limits.max_blocks)
-        return f"the expert ids of rank {rank}, block {block}"
-    if role == GRID_BARRIER:
-        return f"its own other CTAs at the grid barrier (as CTA {index})"
-    return f"role {role}, index {index}"
+    rank, block = divmod(index, limits.max_blocks)
+    awaited = {
+        HEADER: f"rank {index} to launch",
+        BLOCK_FLAG: f"the expert ids of rank {rank}, block {block}",
+        GRID_BARRIER: f"its own other CTAs at the grid barrier (as CTA {index})",
+        PULL_SOURCE: f"the tokens of rank {rank}, block {block}",
+        TILE_INPUT: f"the input of the tiles of its own row block {index}",
+        PUSH_INPUT: f"its own expert outputs for entry {index} of the list of sums to send",
+        HOME_SUM: f"the sums of the other ranks for its own token {index}",
+        CHUNK_FREE: f"its own chunk {index} to leave the pools",
+        LAST_SUMS: f"the last sums of rank {rank}, block {block}",
+    }
+    return awaited.get(role, f"role {role}, index {index}")

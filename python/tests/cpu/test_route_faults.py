@@ -54,6 +54,36 @@ def abort_word(rank: int, role: int, kind: int, index: int) -> int:
             ["grid barrier", "CTA 4", "seen 100", "wanted 132"],
         ),
         (
+            record(faults.PULL_SOURCE, faults.PROGRESS, 2 * 128 + 9, 16, 17),
+            RankTimeoutError,
+            ["dispatch in call 17", "the tokens of rank 2, block 9"],
+        ),
+        (
+            record(faults.CHUNK_FREE, faults.PROGRESS, 3, 0, 5),
+            RankTimeoutError,
+            ["dispatch in call 17", "own chunk 3 to leave the pools"],
+        ),
+        (
+            record(faults.TILE_INPUT, faults.PROGRESS, 40, 8, 64),
+            RankTimeoutError,
+            ["the products in call 17", "row block 40", "seen 8", "wanted 64"],
+        ),
+        (
+            record(faults.PUSH_INPUT, faults.PROGRESS, 77, 0, 16),
+            RankTimeoutError,
+            ["combine in call 17", "own expert outputs for entry 77"],
+        ),
+        (
+            record(faults.HOME_SUM, faults.PROGRESS, 1000, 16, 17),
+            RankTimeoutError,
+            ["combine in call 17", "sums of the other ranks for its own token 1000"],
+        ),
+        (
+            record(faults.LAST_SUMS, faults.PROGRESS, 128 + 1, 16, 17),
+            RankTimeoutError,
+            ["combine in call 17", "the last sums of rank 1, block 1"],
+        ),
+        (
             record(faults.HEADER, faults.ABORTED, 0, abort_word(2, faults.HEADER, faults.ARRIVAL, 6), 0),
             PeerError,
             ["rank 3 of 8", "rank 2 gave up", "arrival", "rank 6 to launch"],
@@ -68,6 +98,13 @@ def abort_word(rank: int, role: int, kind: int, index: int) -> int:
             ),
             PeerError,
             ["rank 2 gave up", "progress", "block 5"],
+        ),
+        (
+            record(
+                faults.HOME_SUM, faults.ABORTED, 0, abort_word(2, faults.CHUNK_FREE, faults.PROGRESS, 1), 0
+            ),
+            PeerError,
+            ["combine in call 17", "rank 2 gave up", "own chunk 1"],
         ),
     ],
 )
