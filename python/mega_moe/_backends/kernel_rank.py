@@ -43,7 +43,7 @@ class KernelRank:
         self.device = symmetric.memory.device
         self._symmetric = symmetric
         self._workspace = allocate(workspace_layout(shape).total, self.device)
-        self._record = torch.zeros(faults.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        self._record = _new_record()
         self._no_weights = torch.empty(0, shape.top_k, device=self.device)
         self._no_ids = torch.empty(0, shape.top_k, dtype=torch.int64, device=self.device)
         self._limits = faults.Limits(
@@ -165,3 +165,8 @@ class KernelRank:
             refused,
             topk_weights is not None,
         )
+
+
+def _new_record() -> Tensor:
+    # Pinned: the device writes it, and the host reads it without a wait.
+    return torch.zeros(faults.RECORD_WORDS, dtype=torch.int64, pin_memory=True)

@@ -14,14 +14,19 @@ import mega_moe
 from mega_moe import MoEBuffer
 from mega_moe.testing import Gradients, Problem, random_problem, relative_l2
 
+from ._fake_kernels import fake_kernels
 from ._layer import assert_same_bits, bits, exact, make_buffer, results
+
+_ = fake_kernels  # a fixture
 
 COUNTS = ([10, 20, 12, 6], [10, 32, 0, 6], [0, 3, 5, 40])  # rows of each expert in three micro-batches
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(params=["reference", "grouped"])
+@pytest.fixture(params=["reference", "grouped", "fused"])
 def buffer(request: pytest.FixtureRequest) -> Iterator[MoEBuffer]:
+    if request.param == "fused":
+        request.getfixturevalue("fake_kernels")
     with make_buffer(micro_batch(0), request.param) as made:
         yield made
 

@@ -1,0 +1,161 @@
+"""The fused backend on a CPU: in the library's place, operators that compute as the reference and note each launch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_moe._backends import faults, kernel_rank, plan, symmetric
+from mega_moe._backends.control import LocalControl
+from mega_moe._backends.decide import Verdict
+from mega_moe._backends.plain import PlainExecutor
+from mega_moe._backends.reference import ReferenceArithmetic
+from mega_moe._backends.request import Request
+from mega_moe._backends.staging import TorchStager
+from mega_moe._backends.transport import LocalTransport
+from mega_moe._ops import library
+
+NOTE = "the backward runs on something else"
+
+
+class Launch(NamedTuple):
+    op: str
+    tokens: int
+    in_order: bool
+    clamp: float = 0.0
+    num_sms: int = 0
+    delay_seed: int = 0
+    trace: tuple[int, int] = (0, 0)
+
+
+class FakeKernels:
+    """What `library.require()` gives. ``report`` makes the next launches leave a record, as a kernel would."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.synchronized = 0
+        self.capturing = False
+        self._ordering = False
+        self._reports: list[tuple[int, ...]] = []
+
+    def report(
+        self, kind: int, role: int = faults.PUBLISH, index: int = 0, seen: int = 0, wanted: int = 0
+    ) -> None:
+        self._reports.append((1, 0, role, kind, index, seen, wanted, len(self.launches) + 1))
+
+    def symmetric_parts(self) -> str:
+        return "control staging home"
+
+    def symmetric_layout(self, *arguments: Any) -> list[int]:
+        return [0, 256, 256, 256, 512, 256, 768]
+
+    def workspace_parts(self) -> str:
+        return "sync x_pool"
+
+    def workspace_layout(self, *arguments: Any) -> list[int]:
+        return [0, 256, 256, 256, 512]
+
+    def route(self, topk_idx: Tensor, topk_weights: Tensor, summary: Tensor, *rest: Any) -> None:
+        refused = rest[-2]
+        self._launched(
+            Launch("refuse" if refused else "route", refused or len(topk_idx), self._ordering), rest[2]
+        )
+        summary.zero_()
+
+    def moe_forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        y: Tensor,
+        summary: Tensor,
+        buffers: list[int],
+        workspace: int,
+        record: int,
+        max_tokens: int,
+        num_experts: int,
+        pool_rows: int,
+        canaries: bool,
+        rank: int,
+        num_sms: int,
+        arrival_ns: int,
+        progress_ns: int,
+        clamp: float,
+        delay_seed: int,
+        trace: int,
+        trace_bytes: int,
+    ) -> None:
+        for tensor in (x, topk_idx, topk_weights, w_gate_up, w_down, y):
+            assert tensor.is_contiguous()
+            assert tensor.data_ptr() % 16 == 0
+        assert len(x) <= max_tokens
+        assert pool_rows % 128 == 0
+        self._launched(
+            Launch("forward", len(x), self._ordering, clamp, num_sms, delay_seed, (trace, trace_bytes)),
+            record,
+        )
+        request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
+        plain = PlainExecutor(
+            request, ReferenceArithmetic("bf16"), TorchStager(num_experts), LocalControl(), LocalTransport()
+        )
+        wrong = (topk_idx < -1) | (topk_idx >= num_experts)
+        y.copy_(plain.forward(x, topk_idx.masked_fill(wrong, -1), topk_weights, w_gate_up, w_down, clamp))
+        if wrong.any():
+            y.fill_(float("nan"))
+        summary.zero_()
+
+    def _launched(self, launch: Launch, record: int) -> None:
+        self.launches.append(launch)
+        if self._reports:
+            words = self._reports.pop(0)
+            ctypes.memmove(record, (ctypes.c_int64 * len(words))(*words), 8 * len(words))
+
+    @contextlib.contextmanager
+    def _in_order(self, device: torch.device, lane: int = 0) -> Iterator[None]:
+        self._ordering = True
+        yield
+        self._ordering = False
+
+
+class _Stream:
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernels]:
+    """`MoEBuffer(device="cpu", backend="fused")` works, and everything that it launches is noted."""
+    fake = FakeKernels()
+
+    def synchronize(device: Any = None) -> None:
+        fake.synchronized += 1
+
+    def decide(request: Request, facts: Any, named: str | None = None) -> tuple[Verdict, ...]:
+        return (Verdict("fused", note=NOTE), Verdict("grouped"), Verdict("reference"))
+
+    monkeypatch.setattr(library, "require", lambda: fake)
+    monkeypatch.setattr(plan, "decide", decide)
+    monkeypatch.setattr(plan, "why_no_kernel_router", lambda request, facts: [])
+    monkeypatch.setattr(
+        kernel_rank, "_new_record", lambda: torch.zeros(faults.RECORD_WORDS, dtype=torch.int64)
+    )
+    monkeypatch.setattr(kernel_rank, "in_order", fake._in_order)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(symmetric, "_ALIGNMENT", 64)  # what torch gives on a CPU
+    layouts = (symmetric.symmetric_layout, symmetric.workspace_layout)
+    for layout in layouts:
+        layout.cache_clear()
+    yield fake
+    for layout in layouts:
+        layout.cache_clear()
