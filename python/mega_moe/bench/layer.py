@@ -18,8 +18,8 @@ from mega_moe.bench.ranks import Context, first_line
 from mega_moe.bench.schema import LayerRow, Outcome, Timing
 from mega_moe.bench.shapes import Work, layer_work
 
-RESERVING_BACKENDS = ("fused",)
-"""Backends whose kernels can leave SMs to other work; the others run kernels that torch sizes."""
+RESERVING_BACKENDS = {"fused": ("forward",)}
+"""Directions in which a backend's kernels can leave SMs to other work; all others run kernels that torch sizes."""
 RESERVED_SMS = (0, 16)
 
 _CHECKED_TOKENS = 256
@@ -70,7 +70,7 @@ def measure_layer(
     for verdict in explanation.verdicts:
         if options.backends is not None and verdict.backend not in options.backends:
             continue
-        for reserved in RESERVED_SMS if verdict.backend in RESERVING_BACKENDS else (None,):
+        for reserved, directions in reservations(verdict.backend, options.directions):
             # A verdict of explain is one on the automatic choice, which refuses the reference where its numerics would
             # surprise. Here every backend is asked for by name.
             try:
@@ -80,20 +80,34 @@ def measure_layer(
                 yield case.row(verdict.backend, outcome, reserved=reserved or None)
                 break
             with buffer:
-                yield from _measure_backend(case, verdict.backend, buffer, reserved, protocols, timer)
+                yield from _measure_backend(
+                    case, verdict.backend, directions, buffer, reserved, protocols, timer
+                )
             del buffer
             _release(context)
+
+
+def reservations(backend: str, directions: Sequence[str]) -> Iterator[tuple[int | None, tuple[str, ...]]]:
+    """Reserved SMs, None where they mean nothing, and the directions to measure so."""
+    reserving = tuple(d for d in directions if d in RESERVING_BACKENDS.get(backend, ()))
+    if reserving:
+        for reserved in RESERVED_SMS:
+            yield reserved, reserving
+    rest = tuple(d for d in directions if d not in reserving)
+    if rest:
+        yield None, rest
 
 
 def _measure_backend(
     case: _Case,
     backend: str,
+    directions: Sequence[str],
     buffer: mega_moe.MoEBuffer,
     reserved: int | None,
     protocols: Sequence[Protocol],
     timer: Timer,
 ) -> Iterator[LayerRow]:
-    for direction in case.options.directions:
+    for direction in directions:
         # A function of its own, so that one direction's graphs and buffers are gone before the next begins.
         yield from _measure_direction(
             case, _Calls(case, buffer, direction), backend, direction, reserved, protocols, timer

@@ -12,6 +12,7 @@ import torch
 
 from mega_moe.bench import main, schema
 from mega_moe.bench.environment import driver_version, wheel_hash
+from mega_moe.bench.layer import reservations
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.protocols import PROTOCOLS, HostTimer
 from mega_moe.bench.ranks import Context
@@ -20,6 +21,15 @@ from mega_moe.bench.shapes import SHAPES
 
 CPU = Context(torch.device("cpu"), None, 0, 1)
 QUICK = ["--device", "cpu", "--quick", "--shape", "tiny"]
+
+
+def test_reserved_sms_are_measured_where_kernels_can_leave_them() -> None:
+    every = ("forward", "backward", "forward_backward")
+    # The fused backend's backward runs on kernels that torch sizes.
+    assert list(reservations("fused", every)) == [(0, every[:1]), (16, every[:1]), (None, every[1:])]
+    assert list(reservations("fused", every[:1])) == [(0, every[:1]), (16, every[:1])]
+    assert list(reservations("fused", every[1:])) == [(None, every[1:])]
+    assert list(reservations("grouped", every)) == [(None, every)]
 
 
 def test_whole_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

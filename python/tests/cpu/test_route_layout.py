@@ -34,11 +34,10 @@ def shape(**changes: Any) -> Shape:
 @pytest.mark.usefixtures("ops")
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 32])
 @pytest.mark.parametrize("canaries", [False, True])
-def test_parts_follow_one_another(num_ranks: int, canaries: bool) -> None:
-    for layout in (
-        symmetric_layout(shape(num_ranks=num_ranks, canaries=canaries)),
-        workspace_layout(shape(num_ranks=num_ranks, canaries=canaries)),
-    ):
+@pytest.mark.parametrize("intermediate", [0, 768])
+def test_parts_follow_one_another(num_ranks: int, canaries: bool, intermediate: int) -> None:
+    wanted = shape(num_ranks=num_ranks, canaries=canaries, intermediate=intermediate, home=intermediate > 0)
+    for layout in (symmetric_layout(wanted), workspace_layout(wanted)):
         end = 0
         for start, size in layout.parts.values():
             assert start % 256 == 0
@@ -53,7 +52,17 @@ def test_nbytes_is_the_sum_of_both_layouts() -> None:
     sizes = dict(num_experts=128, max_tokens_per_rank=16384, top_k=8, hidden=2048, intermediate=768)
     for ranks in (1, 8):
         want = symmetric_layout(shape(num_ranks=ranks)).total + workspace_layout(shape(num_ranks=ranks)).total
-        assert mega_moe.MoEBuffer.nbytes(**sizes, num_ranks=ranks) == want
+        assert mega_moe.MoEBuffer.nbytes(**sizes, num_ranks=ranks, backend="grouped") == want
+
+
+@pytest.mark.usefixtures("ops")
+def test_pools_are_there_when_asked_for() -> None:
+    without, pooled = workspace_layout(shape()).parts, workspace_layout(shape(intermediate=768)).parts
+    for name, width in (("x_pool", 2048), ("h_pool", 768), ("o_pool", 2048)):
+        assert without[name][1] == 0
+        assert pooled[name][1] >= 16384 * 8 * 8 * width * 2, "pool_rows 0: a chunk holds whatever comes"
+    assert without["counters"][1] == 0
+    assert pooled["counters"][1] > 0
 
 
 @pytest.mark.usefixtures("ops")
@@ -91,6 +100,7 @@ def call(ops: Any, **changes: Any) -> None:
         max_tokens=4,
         num_experts=8,
         hidden=64,
+        intermediate=0,
         pool_rows=0,
         quantise=False,
         home=False,
