@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mega_moe._base.types import PRECISIONS
-from mega_moe.bench import schema
+from mega_moe.bench import schema, trace, trace_run
 from mega_moe.bench.protocols import PROTOCOLS
 from mega_moe.bench.ranks import joined
 from mega_moe.bench.shapes import DIRECTIONS, SHAPES, find_shape
@@ -50,14 +50,32 @@ def parser() -> argparse.ArgumentParser:
         help="the wheel that was installed, where the installer kept no hash",
     )
     add("--json", type=Path, metavar="FILE", help="also write the result here")
+    add(
+        "--trace",
+        type=Path,
+        metavar="OUT",
+        help="instead of timing, record what every role of the fused forward does in one call: print a summary, "
+        "write OUT.json for Perfetto and draw OUT.png; takes --shape, --tokens and --virtual-ranks",
+    )
+    add(
+        "--virtual-ranks",
+        type=int,
+        metavar="N",
+        default=1,
+        help="with --trace: play N ranks on one GPU, each with its share of SMs (default: 1)",
+    )
     return made
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; 0 when every row was measured or refused, 1 when one failed, 2 for bad words."""
     words = parser().parse_args(argv)
+    if words.trace is not None:
+        trace_run.prepare_process()
     try:
         with joined(words.device) as context:
+            if words.trace is not None:
+                return trace.run(_trace_options(words), trace.Files.of(words.trace), context)
             options = _options(words, context.device.type)
             first = context.rank == 0
             result = run(options, context, argv, lambda row: _report(row, first))
@@ -76,12 +94,48 @@ def _report(row: schema.Row, first: bool) -> None:
         print(line(row), file=sys.stderr, flush=True)
 
 
+# Words that say nothing of a trace.
+_NOT_WITH_TRACE = (
+    "backend",
+    "protocol",
+    "direction",
+    "precision",
+    "part",
+    "dtype",
+    "dw_dtype",
+    "quick",
+    "wheel",
+    "json",
+)
+
+
+def _trace_options(words: argparse.Namespace) -> trace_run.Options:
+    plain = parser()
+    for name in _NOT_WITH_TRACE:
+        if getattr(words, name) != plain.get_default(name):
+            raise ValueError(f"{name.replace('_', '-')}: cannot be combined with --trace")
+    shapes = _words(words.shape or "30B")
+    if len(shapes) != 1:
+        raise ValueError(f"shape: got {words.shape!r}, wanted one shape to trace")
+    shape = find_shape(shapes[0])
+    _check_tokens(words)
+    return trace_run.Options(shape, words.tokens or shape.default_tokens, words.virtual_ranks)
+
+
+def _check_tokens(words: argparse.Namespace) -> None:
+    if words.tokens is not None and words.tokens < 1:
+        raise ValueError(f"tokens: got {words.tokens}, wanted at least 1")
+
+
 def _options(words: argparse.Namespace, device_type: str) -> Options:
     on_gpu = device_type == "cuda"
     shapes = _words(words.shape or ("30B,235B" if on_gpu else "tiny"))
     protocols = [PROTOCOLS[_known("protocol", name, PROTOCOLS)] for name in _words(words.protocol)]
-    if words.tokens is not None and words.tokens < 1:
-        raise ValueError(f"tokens: got {words.tokens}, wanted at least 1")
+    if words.virtual_ranks != 1:
+        raise ValueError(
+            "virtual-ranks: can only be combined with --trace; torchrun starts ranks to be timed"
+        )
+    _check_tokens(words)
     if words.wheel is not None and not words.wheel.is_file():
         raise ValueError(f"wheel: got {words.wheel}, wanted a file")
     if words.json is not None and not words.json.absolute().parent.is_dir():

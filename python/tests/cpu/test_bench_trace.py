@@ -1,0 +1,467 @@
+"""`mega-moe bench --trace`: reading, summing up, writing, drawing and judging made-up traces, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_moe._backends import facts
+from mega_moe._backends.facts import RankFacts, Variant
+from mega_moe._ops import library
+from mega_moe.bench import main, trace, trace_chrome, trace_draw, trace_run
+from mega_moe.bench.ranks import Context
+from mega_moe.bench.shapes import SHAPES
+from mega_moe.bench.trace_check import order_faults, tile_faults, tiles_of
+from mega_moe.bench.trace_events import Trace, read
+from mega_moe.bench.trace_kinds import KINDS, ROLES, Index, Kind, State, code, event_name, tile
+from mega_moe.bench.trace_spans import Spans
+from mega_moe.bench.trace_summary import edges_of, summarise
+from mega_moe.bench.trace_table import render
+
+LOAD, MATH_0, MATH_1, PULL, PUSH = range(len(ROLES))
+T0 = 1_700_000_000_000_000_000  # ns, as %globaltimer counts
+
+Rows = Sequence[tuple[int, int, int]]
+"""(code, start, end) with times in ns from `T0`."""
+
+
+def array(lanes: Mapping[tuple[int, int], Rows], ctas: int = 2, capacity: int = 8) -> Tensor:
+    """What a kernel of ``ctas`` CTAs would leave behind, from the rows of each (CTA, role)."""
+    made = torch.zeros(ctas, len(ROLES), capacity, 3, dtype=torch.int64)
+    for (cta, role), rows in lanes.items():
+        for at, (word, start, end) in enumerate(rows):
+            made[cta, role, at] = torch.tensor([word, T0 + start, T0 + end])
+    return made
+
+
+def two_tiles() -> Tensor:
+    """One CTA, 10 us: routing, a gate/up tile, the down tile that reads it, and rows that move meanwhile."""
+    return array(
+        {
+            (0, LOAD): [(code(16), 0, 1000)],
+            (0, MATH_0): [
+                (code(5, 0, 3), 1000, 2000),
+                (code(6, 0, 3, tile(7, 0)), 2000, 5000),
+                (code(8, 0, 3, tile(7, 0)), 5000, 6000),
+            ],
+            (0, MATH_1): [
+                (code(5, 0, 3), 1000, 6500),
+                (code(7, 0, 3, tile(7, 2)), 6500, 8500),
+                (code(9, 0, 3, tile(7, 2)), 8500, 9000),
+            ],
+            (0, PULL): [(code(10), 1000, 1500), (code(11, 0, 0, 4), 1500, 2500)],
+            (0, PUSH): [(code(12), 1000, 8000), (code(13, 0, 0, 9), 8000, 10000)],
+        }
+    )
+
+
+# --- reading
+
+
+def test_nothing_recorded_is_no_event_and_no_cta() -> None:
+    for arrays in ([], [array({})], [torch.zeros(0, 5, 4, 3, dtype=torch.int64)]):
+        got = read(arrays)
+        assert (len(got), got.span, got.ctas, got.full_lanes, got.malformed) == (0, 0, (), (), 0)
+
+
+def test_times_count_from_the_first_event_and_unlaunched_ctas_are_left_out() -> None:
+    got = read([array({(1, PULL): [(code(11, 2, 5, 9), 70, 100)], (1, LOAD): [(code(16), 50, 60)]}, ctas=4)])
+    assert got.ctas == ((0, 1),)
+    assert got.start.tolist() == [0, 20]
+    assert got.end.tolist() == [10, 50]
+    assert got.role.tolist() == [LOAD, PULL]
+    assert [column.tolist()[1] for column in (got.kind, got.chunk, got.expert, got.index)] == [11, 2, 5, 9]
+
+
+def test_rows_out_of_order_read_as_rows_in_order() -> None:
+    rows = [(code(11, 0, 0, at), 100 * at, 100 * at + 50) for at in range(6)]
+    shuffled = [rows[at] for at in (3, 0, 5, 1, 4, 2)]
+    ordered, other = (read([array({(0, PULL): some})]) for some in (rows, shuffled))
+    assert ordered.start.tolist() == other.start.tolist() == [0, 100, 200, 300, 400, 500]
+    assert ordered.index.tolist() == other.index.tolist()
+    assert summarise(ordered) == summarise(other)
+
+
+def test_every_field_of_a_code_comes_back_from_its_largest_value() -> None:
+    word = code(17, (1 << 16) - 1, (1 << 16) - 1, (1 << 24) - 1)
+    assert word < 0  # the sign bit belongs to the index
+    got = read([array({(0, LOAD): [(word, 0, 1)]})])
+    assert (got.kind[0], got.chunk[0], got.expert[0], got.index[0]) == (17, 65535, 65535, (1 << 24) - 1)
+
+
+def test_a_lane_without_a_free_row_is_told() -> None:
+    rows = [(code(11), at, at + 1) for at in range(8)]
+    got = read([array({(0, PULL): rows[:7]}), array({(1, PULL): rows, (1, LOAD): [(code(16), 0, 1)]})])
+    assert got.full_lanes == ((1, 1, PULL),)
+    assert "dropped events: unknown number in 1 full lanes" in render(summarise(got))
+    assert "dropped events: none" in render(summarise(read([array({(0, PULL): rows[:7]})])))
+
+
+def test_rows_that_are_no_events_are_counted_and_left_out() -> None:
+    rows = [(code(11), 10, 20), (code(11), 20, 10), (code(200), 10, 20), (code(11), 30, 30)]
+    got = read([array({(0, PULL): rows})])
+    assert (len(got), got.malformed) == (2, 2)
+    assert "malformed rows: 2" in render(summarise(got))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(1, 5, 4, 3),
+        torch.zeros(1, 4, 4, 3, dtype=torch.int64),
+        torch.zeros(5, 3, dtype=torch.int64),
+    ],
+)
+def test_an_array_of_another_form_is_refused(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"wanted torch.int64 \[ctas, 5, events, 3\]"):
+        read([wrong])
+
+
+# --- spans
+
+
+def test_spans_agree_with_counting_every_nanosecond() -> None:
+    made = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        start = torch.randint(0, 60, (7,), generator=made)
+        spans = Spans(start, start + torch.randint(0, 20, (7,), generator=made))
+        depth = torch.zeros(90, dtype=torch.int64)
+        for a, b in zip(spans.start.tolist(), spans.end.tolist()):
+            depth[a:b] += 1
+        assert spans.length() == int(depth.sum())
+        assert spans.union().length() == int((depth > 0).sum())
+        at = torch.arange(90)
+        assert torch.equal(spans.before(at), depth.cumsum(0) - depth)
+        others = Spans(at[:60], at[:60] + 13)
+        assert torch.equal(spans.within(others), depth.unfold(0, 13, 1)[:60].sum(1))
+
+
+# --- summary
+
+
+def test_summary_of_nothing() -> None:
+    summary = summarise(read([array({})]))
+    assert (summary.kernel_us, summary.num_ctas, summary.num_events) == (0.0, 0, 0)
+    assert summary.products is None
+    assert summary.overlaps == ()
+    assert "no events" in render(summary)
+
+
+def test_summary_of_one_cta() -> None:
+    summary = summarise(read([two_tiles()]))
+    assert (summary.kernel_us, summary.num_ctas, summary.num_events) == (10.0, 1, 11)
+    shares = {share.role: share for share in summary.roles}
+    assert shares["load"].percent[State.SETUP] == pytest.approx(10)
+    assert shares["math 0"].percent == pytest.approx(
+        {State.WAIT: 10, State.COPY: 0, State.PRODUCTS: 30, State.EPILOGUE: 10, State.SETUP: 0}
+    )
+    assert shares["math 0"].untold == pytest.approx(50)
+    assert shares["push"].percent[State.WAIT] == pytest.approx(70)
+    assert shares["push"].percent[State.COPY] == pytest.approx(20)
+    products = summary.products
+    assert products is not None
+    assert (products.first_start, products.last_end, products.head, products.tail) == (2.0, 8.5, 2.0, 1.5)
+    assert products.busy_percent == pytest.approx(50)
+    assert products.deciles == pytest.approx((0, 0, 100, 100, 100, 0, 50, 100, 50, 0))
+    overlaps = {overlap.part: overlap for overlap in summary.overlaps}
+    assert set(overlaps) == {"pull", "push"}  # no home sum was recorded
+    assert overlaps["pull"].device == pytest.approx(50)  # 2.0 to 2.5 of 1.5 to 2.5 us
+    assert overlaps["push"].device == pytest.approx(25)  # 8.0 to 8.5 of 8 to 10 us
+    counts = {times.kind.label: times.count for times in summary.kinds}
+    assert counts["wait for turn"] == 2
+    assert "push" in render(summary)
+
+
+def test_overlap_tells_the_device_from_the_same_cta() -> None:
+    lanes = {
+        (0, PULL): [(code(11), 0, 1000)],
+        (1, MATH_0): [(code(6, 0, 0, tile(0, 0)), 0, 800)],
+        (0, MATH_1): [(code(6, 0, 0, tile(0, 1)), 200, 500)],
+        (1, MATH_1): [(code(6, 0, 0, tile(1, 0)), 700, 900)],
+    }
+    (overlap,) = summarise(read([array(lanes)])).overlaps
+    assert overlap.busy_us == pytest.approx(1)
+    assert overlap.device == pytest.approx(90)
+    assert overlap.same_cta == pytest.approx(30)
+    assert overlap.ctas == pytest.approx((90 + 30) / 2)  # one CTA for 90 %, the other for 30 %
+
+
+def test_waits_are_no_busy_time_and_hide_nothing() -> None:
+    lanes = {(0, PUSH): [(code(12), 0, 900)], (0, MATH_0): [(code(6, 0, 0, tile(0, 0)), 0, 900)]}
+    assert summarise(read([array(lanes)])).overlaps == ()
+
+
+def test_ranks_of_one_device_are_summed_up_together() -> None:
+    got = read([two_tiles(), two_tiles()])
+    assert got.ctas == ((0, 0), (1, 0))
+    summary, alone = summarise(got), summarise(read([two_tiles()]))
+    assert (summary.num_ranks, summary.num_ctas, summary.num_events) == (2, 2, 22)
+    assert summary.products == alone.products
+    assert "2 ranks, 2 CTAs" in render(summary)
+
+
+def test_a_new_kind_needs_a_row_of_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = {(0, MATH_0): [(code(18, 0, 1, tile(0, 0)), 0, 500)], (0, LOAD): [(code(16), 0, 1000)]}
+    assert read([array(lanes)]).malformed == 1
+    monkeypatch.setitem(KINDS, 18, Kind(18, "dx", "dx", State.PRODUCTS, Index.TILE, after=8))
+    got = read([array(lanes)])
+    summary = summarise(got)
+    assert summary.products is not None
+    assert summary.products.busy_percent == pytest.approx(50)
+    assert "dx" in render(summary)
+    names = [event["name"] for event in trace_chrome.chrome_events(got) if event["ph"] == "X"]
+    assert sorted(names) == ["dx e1 m0 n0", "routing"]
+    assert "no epilogue gate/up of its rows" in order_faults(got)[0]
+
+
+def test_table_of_kinds_is_sound() -> None:
+    assert [kind.number for kind in KINDS.values()] == list(range(1, 18))
+    assert all(KINDS[kind.after].index is Index.TILE for kind in KINDS.values() if kind.after)
+    assert event_name(KINDS[6], 12, tile(3, 5)) == "gate/up e12 m3 n5"
+    assert event_name(KINDS[13], 12, 345) == "push entry 345"
+    assert event_name(KINDS[16], 0, 0) == "routing"
+
+
+# --- files
+
+
+def chrome(path: Path) -> list[dict[str, object]]:
+    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def test_chrome_file_has_a_process_per_cta_and_a_thread_per_role(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    trace_chrome.write(read([two_tiles(), two_tiles()]), path, {"layer": "made up"})
+    events = chrome(path)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}  # type: ignore[index]
+    assert names == {0: "rank 0 CTA 0", 1: "rank 1 CTA 0"}
+    threads = [event for event in events if event["name"] == "thread_name"]
+    assert [event["args"]["name"] for event in threads] == [*ROLES, *ROLES]  # type: ignore[index]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == 22
+    (down,) = (event for event in complete if event["name"] == "down e3 m7 n2" and event["pid"] == 1)
+    assert (down["tid"], down["ts"], down["dur"]) == (MATH_1, 6.5, 2.0)
+    assert down["args"] == {"chunk": 0, "expert": 3, "index": tile(7, 2)}
+    assert down["cat"] == "down,products"
+
+
+def test_chrome_file_of_nothing_is_json(tmp_path: Path) -> None:
+    trace_chrome.write(read([array({})]), tmp_path / "t.json", {})
+    assert chrome(tmp_path / "t.json") == []
+
+
+def test_states_of_the_picture_add_up_to_all_ctas() -> None:
+    got = read([two_tiles(), two_tiles()])
+    edges = edges_of(got, 20)  # of 500 ns
+    states = trace_draw.math_states(got, edges)
+    assert torch.allclose(sum(states.values()), torch.full((20,), 2.0))  # type: ignore[arg-type]
+    assert states[State.PRODUCTS].tolist() == pytest.approx([0] * 4 + [2] * 6 + [0] * 3 + [2] * 4 + [0] * 3)
+    assert states[State.EPILOGUE].tolist() == pytest.approx([0] * 10 + [2] * 2 + [0] * 5 + [2] + [0] * 2)
+    moving = trace_draw.traffic(got, edges)
+    assert moving["pull"].tolist() == pytest.approx([0] * 3 + [2] * 2 + [0] * 15)
+    assert float(moving["home sum"].sum()) == 0
+
+
+def test_a_handful_of_ctas_is_shown() -> None:
+    many = read([array({(cta, LOAD): [(code(16), 0, 9)] for cta in range(9)}, ctas=9)])
+    assert trace_draw.shown_ctas(many) == [0, 3, 5, 8]
+    assert trace_draw.shown_ctas(read([two_tiles()])) == [0]
+    assert trace_draw.shown_ctas(read([])) == []
+
+
+@pytest.mark.parametrize("arrays", [[], [two_tiles()], [two_tiles(), two_tiles()]])
+def test_picture_is_a_png(arrays: list[Tensor], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs the extra 'demo'")
+    trace_draw.draw(read(arrays), tmp_path / "t.png", "made up")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- schedule
+
+ROWS = torch.tensor([[65, 0]])  # of two experts in one chunk; two row blocks
+SLOTS = torch.tensor([[128, 256]])
+COLUMNS = {"gate/up": 1, "down": 2}
+
+
+def schedule(*, down: int = 400, columns: Sequence[int] = (0, 1), second_epilogue: int = 390) -> Trace:
+    """Row blocks 2 and 3 of expert 0; the down products begin ``down`` ns after the first event."""
+    gate_up = [(code(6, 0, 0, tile(block, 0)), 100 * (block - 2), 100 * (block - 1)) for block in (2, 3)]
+    epilogues = [(code(8, 0, 0, tile(2, 0)), 100, 250), (code(8, 0, 0, tile(3, 0)), 200, second_epilogue)]
+    tiles = [(block, column) for block in (2, 3) for column in columns]
+    products = [(code(7, 0, 0, tile(*at)), down + 10 * n, down + 10 * n + 10) for n, at in enumerate(tiles)]
+    return read([array({(0, MATH_0): [*gate_up, *epilogues], (1, MATH_1): products})])
+
+
+def test_a_right_schedule_has_no_faults() -> None:
+    wanted = tiles_of([ROWS], [SLOTS], COLUMNS)
+    assert len(wanted) == 2 * (1 + 2)
+    assert tile_faults(schedule(), wanted) == []
+    assert order_faults(schedule()) == []
+
+
+def test_tiles_of_several_ranks_and_chunks() -> None:
+    rows, slots = torch.tensor([[1, 64], [0, 129]]), torch.tensor([[0, 128], [256, 256]])
+    wanted = tiles_of([rows, rows], [slots, slots], {"gate/up": 1})
+    assert {(chunk, expert, index) for _, _, chunk, expert, index in wanted} == {
+        (0, 0, 0),
+        (0, 1, 2),
+        (1, 1, 4),
+        (1, 1, 5),
+        (1, 1, 6),
+    }
+    assert {rank for rank, *_ in wanted} == {0, 1}
+
+
+def test_missing_strange_and_repeated_tiles_are_told() -> None:
+    wanted = tiles_of([ROWS], [SLOTS], COLUMNS)
+    assert tile_faults(schedule(columns=(0,)), wanted) == [
+        "rank 0 chunk 0 down e0 m2 n1: no products",
+        "rank 0 chunk 0 down e0 m3 n1: no products",
+    ]
+    assert tile_faults(schedule(columns=(0, 1, 2)), wanted) == [
+        "rank 0 chunk 0 down e0 m2 n2: products of no tile",
+        "rank 0 chunk 0 down e0 m3 n2: products of no tile",
+    ]
+    assert tile_faults(schedule(columns=(0, 1, 1)), wanted) == [
+        "rank 0 chunk 0 down e0 m2 n1: 2 products",
+        "rank 0 chunk 0 down e0 m3 n1: 2 products",
+    ]
+
+
+def test_products_before_their_inputs_are_told() -> None:
+    # The products of block 2 begin at 370 and 380, those of block 3 at 390 and 400.
+    assert order_faults(schedule(down=370, second_epilogue=390)) == []
+    assert order_faults(schedule(down=370, second_epilogue=395)) == [
+        "rank 0 chunk 0 down e0 m3 n0: began at 390 ns, the last epilogue gate/up of its rows ended at 395 ns"
+    ]
+
+
+# --- command
+
+
+def test_without_a_gpu_the_reason_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--trace", str(tmp_path / "t")]) == 2
+    said = capsys.readouterr().err
+    assert "trace: no trace can be recorded here: " in said
+    assert "needs an NVIDIA GPU, the device is cpu" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+H200 = RankFacts(
+    device="cuda:0",
+    device_name="NVIDIA H200",
+    compute_capability=(9, 0),
+    num_sms=132,
+    driver_cuda=(13, 0),
+    library_loaded=True,
+    library_cuda="13.0",
+    library_architectures=("90a",),
+    variants=(
+        Variant("route", "90a", "none"),
+        Variant("forward", "90a", "bf16", 256, 128),
+        Variant("backward", "90a", "bf16", 256, 128),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("variants", "reasons"),
+    [
+        ([("90a", True), ("90a", False)], []),
+        ([("90a", False)], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
+        ([("100a", True)], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
+    ],
+)
+def test_without_a_tracing_variant_the_reason_is_said(
+    variants: list[tuple[str, bool]], reasons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = tuple({"op": "forward", "architecture": a, "precision": "bf16", "trace": t} for a, t in variants)
+    monkeypatch.setattr(facts, "collect", lambda *_: H200)
+    monkeypatch.setattr(library, "variants", lambda: listed)
+    options = trace_run.Options(SHAPES["30B"], 128, 1)
+    assert trace_run.why_not(options, torch.device("cuda", 0)) == reasons
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--protocol", "burst"], "protocol: cannot be combined with --trace"),
+        (["--dw-dtype", "float32"], "dw-dtype: cannot be combined with --trace"),
+        (["--quick"], "quick: cannot be combined with --trace"),
+        (["--shape", "30B,235B"], "shape: got '30B,235B', wanted one shape to trace"),
+        (["--tokens", "0"], "tokens: got 0, wanted at least 1"),
+        (["--virtual-ranks", "3"], "want a multiple of the 3 ranks"),
+        (["--virtual-ranks", "0"], "num_ranks: got 0"),
+    ],
+)
+def test_words_that_do_not_fit_a_trace_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--device", "cpu", "--trace", str(tmp_path / "t"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_virtual_ranks_and_folders_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--virtual-ranks", "2"]) == 2
+    assert "virtual-ranks: can only be combined with --trace" in capsys.readouterr().err
+    assert main(["--device", "cpu", "--trace", str(tmp_path / "none" / "t")]) == 2
+    assert "in a folder that exists" in capsys.readouterr().err
+    assert trace.Files.of(tmp_path / "v1.2") == trace.Files(tmp_path / "v1.2.json", tmp_path / "v1.2.png")
+
+
+def recorded(made: Trace) -> trace_run.Recorded:
+    return trace_run.Recorded(made, tiles_of([ROWS], [SLOTS], COLUMNS), 9.0, 10.0, 2)
+
+
+def run(made: Trace, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(trace, "why_not", lambda *_: [])
+    monkeypatch.setattr(trace, "record", lambda *_: recorded(made))
+    options = trace_run.Options(SHAPES["tiny"], 65, 1)
+    return trace.run(options, trace.Files.of(out), Context(torch.device("cpu"), None, 0, 1))
+
+
+def test_run_writes_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(schedule(), tmp_path / "t", monkeypatch) == 0
+    said = capsys.readouterr()
+    assert "tiny forward, T=65 x 1 ranks of 2 SMs" in said.out
+    assert "schedule: right, each of 6 tiles once and after what it reads" in said.out
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert (tmp_path / "t.json").is_file()
+    assert (tmp_path / "t.png").is_file() is drawn
+    assert ("not drawn" in said.err) is not drawn
+
+
+def test_run_without_matplotlib_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert run(schedule(), tmp_path / "t", monkeypatch) == 0
+    assert (
+        "not drawn: matplotlib is not installed (the extra mega-moe[demo] brings it)"
+        in capsys.readouterr().err
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_run_fails_on_a_wrong_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(schedule(columns=(0,)), tmp_path / "t", monkeypatch) == 1
+    assert (
+        "schedule: 2 faults, the first of them\n  rank 0 chunk 0 down e0 m2 n1: no products"
+        in capsys.readouterr().out
+    )
+
+
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    options = trace_run.Options(SHAPES["tiny"], 65, 1)
+    with pytest.raises(ValueError, match=r"got 2 processes, wanted one; --virtual-ranks"):
+        trace.run(options, trace.Files.of(tmp_path / "t"), Context(torch.device("cpu"), None, 0, 2))
