@@ -1,0 +1,117 @@
+"""The tracing kernel on a GPU: its events are those of the schedule that the layer must have had."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# As in the tool: streams of ranks that share a GPU need hardware queues of their own.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import pytest
+import torch
+
+from mega_moe.bench import main
+from mega_moe.bench.shapes import Shape
+from mega_moe.bench.trace_check import order_faults, tile_faults
+from mega_moe.bench.trace_events import Trace
+from mega_moe.bench.trace_kinds import KINDS, ROLES, State
+from mega_moe.bench.trace_run import Options, Recorded, record, why_not
+from mega_moe.bench.trace_summary import summarise
+
+CASES = {
+    # Odd numbers of column blocks, so that the last cluster of an expert has a CTA without a tile.
+    "odd columns": Options(Shape("odd columns", 768, 384, 16, 4, 0), 1000, 1),
+    "few rows": Options(Shape("few rows", 256, 128, 8, 2, 0), 3, 1),
+    # More rows than one chunk holds.
+    "two chunks": Options(Shape("two chunks", 512, 256, 16, 8, 0), 8192, 1),
+    "two ranks": Options(Shape("two ranks", 512, 256, 16, 4, 0), 700, 2),
+    "eight ranks": Options(Shape("eight ranks", 256, 256, 64, 8, 0), 512, 8),
+}
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Recorded]:
+    """Each case is recorded once, by the first test that asks for it."""
+    return {}
+
+
+def recorded(case: str, device: torch.device, traces: dict[str, Recorded]) -> Recorded:
+    if case not in traces:
+        assert why_not(CASES[case], device) == []
+        traces[case] = record(CASES[case], device)
+    return traces[case]
+
+
+def events(trace: Trace, state: State, part: str) -> int:
+    kinds = [kind for kind in KINDS.values() if kind.state is state and kind.part == part]
+    return int(trace.where(kinds).sum())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tile_has_products_once(
+    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
+) -> None:
+    got = recorded(case, cuda_device, traces)
+    assert got.trace.full_lanes == ()
+    assert got.trace.malformed == 0
+    assert len(got.tiles) > 0
+    assert tile_faults(got.trace, got.tiles) == []
+    chunks = {tile[2] for tile in got.tiles}
+    assert (len(chunks) > 1) == (case == "two chunks")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_down_tiles_begin_after_the_epilogues_of_their_rows(
+    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
+) -> None:
+    got = recorded(case, cuda_device, traces)
+    assert events(got.trace, State.EPILOGUE, "gate/up") == events(got.trace, State.PRODUCTS, "gate/up")
+    assert events(got.trace, State.PRODUCTS, "down") > 0
+    assert order_faults(got.trace) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_events_of_a_lane_follow_one_another(
+    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
+) -> None:
+    trace = recorded(case, cuda_device, traces).trace
+    for cta in range(len(trace.ctas)):
+        for role in range(len(ROLES)):
+            lane = (trace.cta == cta) & (trace.role == role)
+            start, end = trace.start[lane], trace.end[lane]
+            assert bool((start[1:] >= end[:-1]).all()), f"CTA {trace.ctas[cta]} {ROLES[role]}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_cta_routes_once_and_rows_move(
+    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
+) -> None:
+    got = recorded(case, cuda_device, traces)
+    options, trace = CASES[case], got.trace
+    assert len(trace.ctas) == got.num_sms * options.num_ranks
+    routing = trace.where([kind for kind in KINDS.values() if kind.part == "routing"])
+    assert sorted(trace.cta[routing].tolist()) == list(range(len(trace.ctas)))
+    # A row of up to 4096 bytes is pulled in one piece, a token once to each rank that has one of its experts.
+    assert options.shape.hidden * 2 <= 4096
+    assert events(trace, State.COPY, "pull") >= options.tokens * options.num_ranks
+    assert events(trace, State.COPY, "push") > 0
+    if options.num_ranks > 1:
+        assert events(trace, State.COPY, "home sum") > 0
+    summary = summarise(trace)
+    assert summary.products is not None
+    assert 0 < summary.products.head < summary.kernel_us
+    # The kernel lies between the events that timed it; the two clocks differ by less than that.
+    assert 0 < summary.kernel_us <= got.traced_us * 1.1 + 5
+
+
+def test_tool_from_end_to_end(
+    cuda_device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t"
+    assert main(["--device", "cuda", "--shape", "tiny", "--tokens", "512", "--trace", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "schedule: right, each of " in said
+    assert "while busy with" in said
+    assert f"written: {out}.json" in said
+    assert Path(f"{out}.json").stat().st_size > 0
