@@ -128,7 +128,8 @@ def random_ids(
             if kind == "masked":
                 own = own.masked_fill(torch.rand(own.shape, generator=made, device=device) < 0.5, -1)
         ids.append(own.to(torch.int32 if rank % 2 else torch.int64).contiguous())
-    torch.cuda.synchronize(device)  # launches on other streams read them
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # launches on other streams read them
     return ids
 
 

@@ -1,0 +1,138 @@
+"""The fused forward of ranks that one process plays on one GPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.summary import Routing
+from mega_moe._backends.symmetric import Shape
+
+from ._forward import Layer
+from ._virtual import NAN, VirtualRanks
+
+
+def shape_of(layer: Layer, *, max_tokens: int | None = None, pool_rows: int = 0) -> Shape:
+    """The smallest buffer that holds ``layer``, with canaries. ``pool_rows`` 0: every call is one chunk."""
+    return Shape(
+        max_tokens=max(*(len(own) for own in layer.x), 1) if max_tokens is None else max_tokens,
+        top_k=layer.ids[0].shape[1],
+        num_experts=layer.num_experts,
+        hidden=layer.gate_up.shape[2],
+        intermediate=layer.down.shape[2],
+        num_ranks=layer.num_ranks,
+        pool_rows=pool_rows,
+        home=True,
+        canaries=True,
+    )
+
+
+def smallest_pool(shape: Shape) -> int:
+    """Rows that a chunk must hold: a block of 128 tokens of each rank is never split."""
+    rows = min(shape.max_tokens, 128) * shape.num_ranks * shape.top_k + 127 * shape.num_local_experts
+    return (rows + 127) // 128 * 128
+
+
+class ForwardRanks(VirtualRanks):
+    """``shape.num_ranks`` ranks with the forward beside the routing; all memory but the state starts as NaN."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        shape: Shape,
+        *,
+        num_sms: int | None = None,
+        arrival: float = 5.0,
+        progress: float = 5.0,
+        poison: int = NAN,
+        first_lane: int = 0,
+    ) -> None:
+        super().__init__(
+            device,
+            shape,
+            num_sms=num_sms,
+            arrival=arrival,
+            progress=progress,
+            poison=poison,
+            first_lane=first_lane,
+        )
+        self.forwards = [KernelForward(kernels) for kernels in self.kernels]
+
+    def on(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        """The stream of one rank as the current one."""
+        return torch.cuda.stream(self.streams[rank])
+
+    def use_sms(self, num_sms: int) -> None:
+        """For each rank, from the next launch on."""
+        for kernels in self.kernels:
+            kernels.num_sms = num_sms
+
+    def start(
+        self, rank: int, layer: Layer, *, delay_seed: int = 0, trace: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
+        """One rank's launch on its stream, or on the one that captures."""
+        gate_up, down = layer.experts(rank)
+        return self.forwards[rank].forward(
+            layer.x[rank],
+            layer.ids[rank],
+            layer.weights[rank],
+            gate_up,
+            down,
+            layer.clamp,
+            delay_seed=delay_seed,
+            trace=trace,
+        )
+
+    def start_all(self, layer: Layer, *, delay_seed: int = 0) -> list[Tensor]:
+        """One call of every rank, from the last to the first, each on its stream; waits for nothing."""
+        results: dict[int, Tensor] = {}
+        for rank in reversed(range(layer.num_ranks)):
+            with self.on(rank):
+                results[rank], _ = self.start(rank, layer, delay_seed=delay_seed)
+        return [results[rank] for rank in range(layer.num_ranks)]
+
+    def forward(self, layer: Layer, *, delay_seed: int = 0) -> list[Tensor]:
+        """y of each rank; the inputs are on the device, and so are the results when this returns."""
+        self.have_room(layer)
+        results = self.start_all(layer, delay_seed=delay_seed)
+        torch.cuda.synchronize(self.device)
+        return results
+
+    def have_room(self, layer: Layer) -> None:
+        """Allocate what the launches will: between them an allocation could wait for a launch that waits."""
+        for rank in range(layer.num_ranks):
+            with self.on(rank):
+                # The allocator keeps blocks of up to 1 MiB apart from larger ones.
+                spare = [torch.empty_like(layer.x[rank]) for _ in range(3)]
+                spare += [torch.empty(1 << 18, device=self.device) for _ in range(4)]
+            del spare
+        torch.cuda.synchronize(self.device)
+
+    def fill_results(self, layer: Layer, word: int) -> None:
+        """Leave ``word`` in the memory that y of the next call will be given."""
+        self.synchronize()
+        for rank, own in enumerate(layer.x):
+            with self.on(rank):
+                spare = torch.empty_like(own).view(torch.int16).fill_(word - (word >> 15 << 16))
+            del spare
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def new_ranks(
+    device: torch.device,
+    layer: Layer,
+    *,
+    max_tokens: int | None = None,
+    pool_rows: int = 0,
+    num_sms: int | None = None,
+    poison: int = NAN,
+) -> ForwardRanks:
+    """Ranks on a buffer that just holds ``layer``."""
+    shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows)
+    return ForwardRanks(device, shape, num_sms=num_sms, poison=poison)
