@@ -19,7 +19,6 @@ from mega_moe._backends.request import Request
 from mega_moe._backends.symmetric import Shape as BufferShape
 from mega_moe._backends.symmetric import of_virtual_ranks, symmetric_layout
 from mega_moe._backends.tables import plain_tables
-from mega_moe._ops import library
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import Shape
@@ -71,12 +70,8 @@ def why_not(options: Options, device: torch.device) -> list[str]:
     reasons = list(fused.reasons)
     if device.type == "cuda" and known.library_loaded:
         serving = "{}{}".format(*(known.compute_capability or (0, 0)))
-        if not any(
-            variant["op"] == "forward"
-            and variant.get("trace", False)
-            and variant["architecture"].rstrip("af") == serving
-            for variant in library.variants()
-        ):
+        tracing = (v for v in known.variants if v.op == "forward_trace")
+        if not any(variant.architecture.rstrip("af") == serving for variant in tracing):
             reasons.append(f"this wheel holds no tracing variant of the forward kernel for sm_{serving}")
     return reasons
 

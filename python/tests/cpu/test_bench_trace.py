@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ from torch import Tensor
 
 from mega_moe._backends import facts
 from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe._ops import library
 from mega_moe.bench import main, trace, trace_chrome, trace_draw, trace_run
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import SHAPES
@@ -228,6 +229,28 @@ def test_table_of_kinds_is_sound() -> None:
     assert event_name(KINDS[16], 0, 0) == "routing"
 
 
+def test_table_is_the_kernels_own_list() -> None:
+    header = Path(__file__).resolve().parents[3] / "kernels" / "layout" / "trace.h"
+    if not header.is_file():
+        pytest.skip("the sources of the kernels are not beside the tests")
+
+    def names(enum: str) -> list[str]:
+        body = re.sub(r"//.*", "", header.read_text().split(f"enum class {enum}")[1].split("}")[0])
+        return re.findall(r"\bk([A-Z]\w*)", body)
+
+    assert names("TraceRole") == ["Load", "Math0", "Math1", "Pull", "Push", "Count"]
+    assert len(ROLES) == 5
+    listed = names("TraceKind")
+    assert len(listed) == len(KINDS)
+    for name, kind in zip(listed, KINDS.values()):
+        assert name.startswith("Wait") == (kind.state is State.WAIT), name
+        assert name.startswith("Store") == (kind.state is State.EPILOGUE), name
+        assert name.endswith("Down") == (kind.part == "down"), name
+        assert name.endswith("GateUp") == (kind.part == "gate/up"), name
+        for part in ("Pull", "Push", "Home"):
+            assert name.endswith(part) == kind.part.startswith(part.lower()), name
+
+
 # --- files
 
 
@@ -371,19 +394,18 @@ H200 = RankFacts(
 
 
 @pytest.mark.parametrize(
-    ("variants", "reasons"),
+    ("architectures", "reasons"),
     [
-        ([("90a", True), ("90a", False)], []),
-        ([("90a", False)], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
-        ([("100a", True)], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
+        (["90a"], []),
+        ([], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
+        (["100a"], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
     ],
 )
 def test_without_a_tracing_variant_the_reason_is_said(
-    variants: list[tuple[str, bool]], reasons: list[str], monkeypatch: pytest.MonkeyPatch
+    architectures: list[str], reasons: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed = tuple({"op": "forward", "architecture": a, "precision": "bf16", "trace": t} for a, t in variants)
-    monkeypatch.setattr(facts, "collect", lambda *_: H200)
-    monkeypatch.setattr(library, "variants", lambda: listed)
+    tracing = tuple(Variant("forward_trace", name, "bf16", 256, 128) for name in architectures)
+    monkeypatch.setattr(facts, "collect", lambda *_: replace(H200, variants=(*H200.variants, *tracing)))
     options = trace_run.Options(SHAPES["30B"], 128, 1)
     assert trace_run.why_not(options, torch.device("cuda", 0)) == reasons
 
