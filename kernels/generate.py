@@ -25,10 +25,18 @@ COMMON_KEYS = {"name": str, "op": str, "architecture": str, "precision": str, "s
 OP_KEYS = {
     "stage": {"hidden_multiple": int, "threads": int, "vectors_per_thread": int, "blocks_per_sm": int},
     "route": {"threads": int},
+    "forward": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
+    "forward_trace": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
     "clock_probe": {"threads": int},
 }
 PRECISIONS = {"bf16": "kBf16", "fp8": "kFp8", "none": "kNone"}
-OPS = {"stage": "kStage", "route": "kRoute", "clock_probe": "kClockProbe"}
+OPS = {
+    "stage": "kStage",
+    "route": "kRoute",
+    "forward": "kForward",
+    "forward_trace": "kForwardTrace",
+    "clock_probe": "kClockProbe",
+}
 
 INSTANCE = """\
 // Generated from variants.toml.
@@ -54,6 +62,16 @@ def route_instance(variant: Variant) -> str:
     )
 
 
+def forward_instance(variant: Variant) -> str:
+    trace = "true" if variant["op"] == "forward_trace" else "false"
+    config = f"{variant['stages']}, {trace}"
+    return INSTANCE.format(
+        header="sm90_bf16_moe_forward.cuh",
+        name=variant["name"],
+        kernel=f"sm90_bf16_moe_forward<device::ForwardConfig<{config}>>",
+    )
+
+
 def clock_probe_instance(variant: Variant) -> str:
     return INSTANCE.format(header="clock_probe.cuh", name=variant["name"], kernel="clock_probe")
 
@@ -61,6 +79,8 @@ def clock_probe_instance(variant: Variant) -> str:
 INSTANCES: dict[str, Callable[[Variant], str]] = {
     "stage": stage_instance,
     "route": route_instance,
+    "forward": forward_instance,
+    "forward_trace": forward_instance,
     "clock_probe": clock_probe_instance,
 }
 
@@ -112,6 +132,7 @@ def table(variants: list[Variant]) -> str:
             f"{int(digits[:-1]) * 10 + int(digits[-1])}",
             str(variant["threads"]),
             str(variant.get("vectors_per_thread", 0)),
+            str(variant.get("stages", 0)),
             f"&kernel_{variant['name']}",
         ]
         lines.append("    {" + ", ".join(fields) + "},")

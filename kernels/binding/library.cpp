@@ -19,21 +19,29 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     // What the memory of the routing tables depends on; pool_rows 0 is the largest useful pool, one chunk for
     // any routing.
     m.def(
-        "symmetric_layout(int max_tokens, int top_k, int num_experts, int hidden, int num_ranks, int "
-        "pool_rows, "
+        "symmetric_layout(int max_tokens, int top_k, int num_experts, int hidden, int intermediate, int "
+        "num_ranks, int pool_rows, "
         "bool quantise, bool home, bool canaries) -> int[]");
     m.def(
-        "workspace_layout(int max_tokens, int top_k, int num_experts, int hidden, int num_ranks, int "
-        "pool_rows, "
+        "workspace_layout(int max_tokens, int top_k, int num_experts, int hidden, int intermediate, int "
+        "num_ranks, int pool_rows, "
         "bool quantise, bool home, bool canaries) -> int[]");
     m.def("symmetric_parts() -> str");
     m.def("workspace_parts() -> str");
     m.def(
         "route(Tensor topk_idx, Tensor topk_weights, Tensor(a!) summary, int[] buffers, int workspace, int "
         "record, "
-        "int max_tokens, int num_experts, int hidden, int pool_rows, bool quantise, bool home, bool "
+        "int max_tokens, int num_experts, int hidden, int intermediate, int pool_rows, bool quantise, bool home, "
+        "bool "
         "canaries, int rank, "
         "int num_sms, int arrival_ns, int progress_ns, int refused_tokens, bool weighted) -> ()");
+    // clamp: of gate and up, +inf for none. delay_seed: pauses in the communication roles, 0 for none. trace:
+    // address of int64 [CTAs, roles, events, 3], 0 for none.
+    m.def(
+        "moe_forward(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, "
+        "Tensor(a!) y, Tensor(b!) summary, int[] buffers, int workspace, int record, int max_tokens, "
+        "int num_experts, int pool_rows, bool canaries, int rank, int num_sms, int arrival_ns, "
+        "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");
 }
@@ -50,6 +58,7 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
+    m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }
 
@@ -58,5 +67,6 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CPU, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
+    m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }

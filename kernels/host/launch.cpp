@@ -22,8 +22,8 @@ Status prepare_launch(Op op, Precision precision, int device, DeviceFacts& facts
 
 namespace {
 
-Status launch(const Variant& variant, unsigned blocks, int shared_bytes, bool cooperative, void* parameter,
-              void* stream) noexcept {
+Status launch(const Variant& variant, unsigned blocks, unsigned cluster, int shared_bytes, bool cooperative,
+              void* parameter, void* stream) noexcept {
     const void* kernel = variant.kernel();
     if (shared_bytes > 48 * 1024) {
         const cudaError_t error =
@@ -35,12 +35,17 @@ Status launch(const Variant& variant, unsigned blocks, int shared_bytes, bool co
     config.blockDim = dim3(static_cast<unsigned>(variant.threads));
     config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
     if (cooperative) {
-        config.attrs = &attribute;
-        config.numAttrs = 1;
+        cudaLaunchAttribute& a = attributes[config.numAttrs++];
+        a.id = cudaLaunchAttributeCooperative;
+        a.val.cooperative = 1;
+    }
+    if (cluster > 1) {
+        cudaLaunchAttribute& a = attributes[config.numAttrs++];
+        a.id = cudaLaunchAttributeClusterDimension;
+        a.val.clusterDim = {cluster, 1, 1};
     }
     void* parameters[] = {parameter};
     return cuda_status(cudaLaunchKernelExC(&config, kernel, parameters), variant.name);
@@ -50,12 +55,17 @@ Status launch(const Variant& variant, unsigned blocks, int shared_bytes, bool co
 
 Status launch_variant(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
                       void* stream) noexcept {
-    return launch(variant, blocks, shared_bytes, false, parameter, stream);
+    return launch(variant, blocks, 1, shared_bytes, false, parameter, stream);
 }
 
 Status launch_cooperative(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
                           void* stream) noexcept {
-    return launch(variant, blocks, shared_bytes, true, parameter, stream);
+    return launch(variant, blocks, 1, shared_bytes, true, parameter, stream);
+}
+
+Status launch_clusters(const Variant& variant, unsigned blocks, unsigned cluster, int shared_bytes,
+                       void* parameter, void* stream) noexcept {
+    return launch(variant, blocks, cluster, shared_bytes, true, parameter, stream);
 }
 
 }  // namespace mega_moe

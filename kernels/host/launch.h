@@ -18,4 +18,8 @@ Status launch_variant(const Variant& variant, unsigned blocks, int shared_bytes,
 Status launch_cooperative(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
                           void* stream) noexcept;
 
+// The same in clusters of `cluster` blocks.
+Status launch_clusters(const Variant& variant, unsigned blocks, unsigned cluster, int shared_bytes,
+                       void* parameter, void* stream) noexcept;
+
 }  // namespace mega_moe

@@ -19,14 +19,6 @@ static_assert(layout::kMaxSlotsPerToken == kMaxTopK);
 static_assert(layout::kHeaderTokens == kMaxTokensPerRank);
 static_assert(layout::kMaxRanks == kMaxRanks);
 
-layout::SymmetricShape symmetric_shape(const RouteShape& s) noexcept {
-    return {s.max_tokens, s.top_k, s.hidden, s.num_ranks, s.quantise, s.home, s.canaries};
-}
-
-layout::WorkspaceShape workspace_shape(const RouteShape& s) noexcept {
-    return {s.max_tokens, s.top_k, s.num_experts / s.num_ranks, s.num_ranks, s.pool_rows, s.canaries};
-}
-
 template <int Count>
 LayoutTable table_of(const layout::Layout<Count>& layout) noexcept {
     static_assert(Count <= kMaxLayoutParts);
@@ -38,6 +30,15 @@ LayoutTable table_of(const layout::Layout<Count>& layout) noexcept {
 }
 
 }  // namespace
+
+layout::SymmetricShape symmetric_shape(const RouteShape& s) noexcept {
+    return {s.max_tokens, s.top_k, s.hidden, s.num_ranks, s.quantise, s.home, s.canaries};
+}
+
+layout::WorkspaceShape workspace_shape(const RouteShape& s) noexcept {
+    return {s.max_tokens, s.top_k,  s.num_experts / s.num_ranks, s.num_ranks,
+            s.pool_rows,  s.hidden, s.intermediate,              s.canaries};
+}
 
 LayoutTable symmetric_layout(const RouteShape& shape) noexcept {
     return table_of(layout::make_symmetric(symmetric_shape(shape)));

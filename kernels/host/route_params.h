@@ -1,8 +1,14 @@
 #pragma once
 #include "device/role/route_params.h"
+#include "layout/symmetric.h"
+#include "layout/workspace.h"
 #include "mega_moe/route.h"
 
 namespace mega_moe {
+
+// What the layouts depend on.
+layout::SymmetricShape symmetric_shape(const RouteShape& shape) noexcept;
+layout::WorkspaceShape workspace_shape(const RouteShape& shape) noexcept;
 
 // The kernel's parameters: every offset of the layouts turned into a pointer, here and nowhere else.
 device::RouteParams make_route_params(const RouteProblem& problem) noexcept;

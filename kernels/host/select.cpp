@@ -13,6 +13,10 @@ const char* op_name(Op op) noexcept {
             return "stage";
         case Op::kRoute:
             return "route";
+        case Op::kForward:
+            return "forward";
+        case Op::kForwardTrace:
+            return "forward_trace";
         case Op::kClockProbe:
             return "clock_probe";
     }

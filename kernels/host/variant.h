@@ -2,7 +2,7 @@
 
 namespace mega_moe {
 
-enum class Op { kStage, kRoute, kClockProbe };
+enum class Op { kStage, kRoute, kForward, kForwardTrace, kClockProbe };
 enum class Precision { kNone, kBf16, kFp8 };
 
 // One compiled kernel: what variants.toml says of it and how to reach it.
@@ -14,6 +14,7 @@ struct Variant {
     int compute_capability;    // 10 * major + minor; the cubin runs on this one only
     int threads;
     int vectors_per_thread;
+    int stages;
     const void* (*kernel)();  // the function that cudaLaunchKernelExC takes
 };
 

@@ -23,6 +23,12 @@ enum class Role : std::uint64_t {
     kHeader = 2,       // index: rank whose launch is awaited
     kBlockFlag = 3,    // index: rank * max_blocks + block whose ids are awaited
     kGridBarrier = 4,  // index: CTA that waits for the others of its rank
+    kPullSource = 5,   // index: rank * max_blocks + block whose x is awaited
+    kTileInput = 6,    // index: block of rows that a tile reads
+    kPushInput = 7,    // index: entry of push_list whose outputs are awaited
+    kHomeSum = 8,      // index: own token whose sums of other ranks are awaited
+    kChunkFree = 9,    // index: chunk whose part of the pools is awaited
+    kLastSums = 10,    // index: rank * max_blocks + block whose sums are awaited before the launch ends
 };
 
 enum class Kind : std::uint64_t {

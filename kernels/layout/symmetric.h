@@ -14,7 +14,7 @@ struct SymmetricShape {
     std::int64_t hidden;
     std::int64_t num_ranks;
     bool quantise;  // x is staged as e4m3
-    bool home;      // with home slots
+    bool home;      // with home slots, for kernels that return sums to other ranks
     bool canaries;
 };
 
@@ -25,7 +25,9 @@ enum SymmetricPart {
     kPublishedIds,  // uint16 [2][max_tokens, top_k]: expert ids of launch n in bank n % 2
     kPublishedWeights,  // fp32 [2][max_tokens, top_k]
     kStaging,           // layout/staging.h
-    kHome,              // bf16 [max_tokens, min(num_ranks, top_k), hidden]: sums that ranks send to a token
+    kXFlags,            // uint64 [num_ranks][max_blocks]: launch whose x of the block the rank has staged; zero
+    kSentFlags,         // uint64 [num_ranks][max_blocks]: launch whose sums of the block the rank has sent; zero
+    kHome,              // bf16 [max_tokens, num_ranks, hidden]: sums that ranks send to a token
     kSymmetricParts
 };
 
@@ -37,15 +39,18 @@ enum ControlWord {
 
 constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     const std::int64_t slots = s.max_tokens * s.top_k;
-    const std::int64_t home_rows = s.max_tokens * (s.num_ranks < s.top_k ? s.num_ranks : s.top_k);
+    const bool home = s.home && s.num_ranks > 1;
+    const std::int64_t flags = s.num_ranks * num_blocks(s.max_tokens) * 8;
     LayoutBuilder<kSymmetricParts> builder(s.canaries);
     builder.add("control", kControlWordCount * 8);
     builder.add("headers", 2 * s.num_ranks * 8);
-    builder.add("block_flags", s.num_ranks * num_blocks(s.max_tokens) * 8);
+    builder.add("block_flags", flags);
     builder.add("published_ids", 2 * align_part(slots * 2));
     builder.add("published_weights", 2 * align_part(slots * 4));
     builder.add("staging", make_staging(s.max_tokens, s.top_k, s.hidden, s.quantise).total);
-    builder.add("home", s.home ? home_rows * s.hidden * 2 : 0);
+    builder.add("x_flags", home ? flags : 0);
+    builder.add("sent_flags", home ? flags : 0);
+    builder.add("home", home ? s.max_tokens * s.num_ranks * s.hidden * 2 : 0);
     return builder.finish();
 }
 

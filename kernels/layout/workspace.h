@@ -2,17 +2,20 @@
 #include <cstdint>
 
 #include "layout/parts.h"
+#include "layout/pools.h"
 #include "layout/routing.h"
 
 namespace mega_moe::layout {
 
-// A rank's own memory: counts and routing tables, which no peer touches.
+// A rank's own memory: counts, routing tables and pools, which no peer touches.
 struct WorkspaceShape {
     std::int64_t max_tokens;
     std::int64_t top_k;
     std::int64_t num_local;  // experts of this rank
     std::int64_t num_ranks;
     std::int64_t pool_rows;  // padded rows of a chunk
+    std::int64_t hidden;
+    std::int64_t intermediate;  // 0: tables alone, no pools
     bool canaries;
 
     MEGA_MOE_LAW std::int64_t max_rows() const { return max_tokens * num_ranks * top_k; }
@@ -20,6 +23,9 @@ struct WorkspaceShape {
     MEGA_MOE_LAW std::int64_t chunks() const {
         return layout::max_chunks(max_rows(), limit(), num_blocks(max_tokens));
     }
+    MEGA_MOE_LAW std::int64_t max_slots() const { return chunk_first_slot(max_rows(), chunks(), num_local); }
+    // A chunk is filled while the one before it is worked off.
+    MEGA_MOE_LAW std::int64_t pools() const { return chunks() > 1 ? 2 : 1; }
     MEGA_MOE_LAW std::int64_t largest_pool() const { return max_rows() + num_local * (kPadRows - 1); }
     // A block is never split, so it must fit, or everything must.
     MEGA_MOE_LAW std::int64_t smallest_pool() const {
@@ -44,6 +50,10 @@ enum WorkspacePart {
     kSlotList,     // uint32 [max_rows]: slots of resident tokens, tokens in canonical order, slots ascending
     kPullList,     // uint64 [max_residents]: encode_resident, by (chunk, first local expert, token, rank)
     kPushList,     // uint64 [max_residents]: the same by last local expert
+    kCounters,     // uint32: layout/pools.h
+    kXPool,        // bf16 [pools][pool_rows, hidden]: rows of x by slot
+    kHPool,        // bf16 [pools][pool_rows, intermediate]: weighted activations
+    kOPool,        // bf16 [pools][pool_rows, hidden]: outputs of the down projection
     kWorkspaceParts
 };
 
@@ -51,10 +61,12 @@ enum SyncWord {
     kRecordEpochWord,   // launch of the last record
     kBadIdEpochWord,    // last launch of this rank with a bad id
     kBarrierWord = 16,  // CTAs that arrived in launch n, at word kBarrierWord + n % 2 * kBarrierStride
+    kTablesBarrierWord = 48,  // CTAs whose part of the tables is written; zeroed by each launch that uses it
 };
 inline constexpr int kBarrierStride =
     16;  // words: a cache line, since one is zeroed while the other is polled
-inline constexpr int kSyncWordCount = kBarrierWord + 2 * kBarrierStride;
+inline constexpr int kSyncWordCount = kTablesBarrierWord + kBarrierStride;
+static_assert(kTablesBarrierWord == kBarrierWord + 2 * kBarrierStride);
 
 enum ChunkWord {
     kChunkFirstToken,
@@ -82,10 +94,16 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     builder.add("expert_slots", table);
     builder.add("pull_starts", table);
     builder.add("push_starts", table);
-    builder.add("slots", chunk_first_slot(s.max_rows(), chunks, s.num_local) * 8);
+    builder.add("slots", s.max_slots() * 8);
     builder.add("slot_list", s.max_rows() * 4);
     builder.add("pull_list", s.max_tokens * s.num_ranks * 8);
     builder.add("push_list", s.max_tokens * s.num_ranks * 8);
+    const bool pooled = s.intermediate > 0;
+    const std::int64_t rows = pooled ? s.pools() * s.pool_rows : 0;
+    builder.add("counters", pooled ? num_counters(s.max_slots(), chunks) * 4 : 0);
+    builder.add("x_pool", rows * s.hidden * 2);
+    builder.add("h_pool", rows * s.intermediate * 2);
+    builder.add("o_pool", rows * s.hidden * 2);
     return builder.finish();
 }
 

@@ -14,4 +14,14 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// Writes a word at the same offset in block `rank` of the cluster; a cluster_sync shows it.
+__device__ __forceinline__ void store_shared_at(uint32_t shared, uint32_t rank, uint32_t v) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.u32 [remote], %2;\n}" ::"r"(shared),
+        "r"(rank), "r"(v)
+        : "memory");
+}
+
 }  // namespace mega_moe::device::ptx

@@ -17,6 +17,12 @@ __device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
     return v;
 }
 
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
     uint64_t v;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
@@ -28,6 +34,20 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
 __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
     uint32_t v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint64_t load_relaxed_gpu(const uint64_t* address) {
+    uint64_t v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint4 load_relaxed_gpu(const uint4* address) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
     return v;
 }
 
@@ -67,7 +87,29 @@ __device__ __forceinline__ void add_release_gpu(uint64_t* address, uint64_t v) {
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
 }
 
-// Returns what was there.
+__device__ __forceinline__ void add_release_gpu(uint32_t* address, uint32_t v) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+// The rest return what was there.
+__device__ __forceinline__ uint32_t fetch_add_relaxed_gpu(uint32_t* address, uint32_t v) {
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(address), "r"(v)
+                 : "memory");
+    return old;
+}
+
+__device__ __forceinline__ uint32_t fetch_add_acq_rel_gpu(uint32_t* address, uint32_t v) {
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(address), "r"(v)
+                 : "memory");
+    return old;
+}
+
 __device__ __forceinline__ uint64_t max_relaxed_gpu(uint64_t* address, uint64_t v) {
     uint64_t old;
     asm volatile("atom.relaxed.gpu.global.max.u64 %0, [%1], %2;"

@@ -22,4 +22,8 @@ __device__ __forceinline__ int64_t global_timer() {
     return ns;
 }
 
+__device__ __forceinline__ void sleep_ns(uint32_t ns) {
+    asm volatile("nanosleep.u32 %0;" ::"r"(ns));
+}
+
 }  // namespace mega_moe::device::ptx

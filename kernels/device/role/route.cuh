@@ -25,9 +25,15 @@ __device__ __forceinline__ RouteMemory route_memory(const RouteParams& p, std::b
             words(at.before)};
 }
 
-// All threads: learns the number of the launch and, with several ranks, opens it with them.
-template <int Threads>
-__device__ __forceinline__ void begin_route(const RouteParams& p, RouteMemory& m) {
+// What a launch does while the ids of the other ranks are on their way: nothing, when it only routes.
+struct NoWork {
+    __device__ __forceinline__ void operator()(std::uint64_t) const {}
+};
+
+// All threads: learns the number of the launch and, with several ranks, opens it with them. `meanwhile` is
+// called with that number by all threads, once the own ids are out.
+template <int Threads, class Work>
+__device__ __forceinline__ void begin_route(const RouteParams& p, RouteMemory& m, const Work& meanwhile) {
     const Endpoint& e = p.endpoint;
     const int columns = layout::num_columns(p.num_local);
     // A thread without a token of the first tile, so that its wait for memory does not delay the ids.
@@ -58,6 +64,7 @@ __device__ __forceinline__ void begin_route(const RouteParams& p, RouteMemory& m
         __syncthreads();
     else
         publish_blocks<Threads>(p, m.state.epoch);
+    meanwhile(m.state.epoch);
     if (threadIdx.x < 32) await_headers(p, m.state);
     __syncthreads();
 }
@@ -99,12 +106,12 @@ __device__ __forceinline__ int place_chunks(const RouteParams& p, RouteMemory& m
 
 // The whole phase. `shared` has layout::make_route_shared(...).total bytes, aligned to 16. False when the
 // launch ended without tables: a rank refused it, or a wait was given up.
-template <int Threads>
-__device__ __forceinline__ bool route(const RouteParams& p, std::byte* shared) {
+template <int Threads, class Work = NoWork>
+__device__ __forceinline__ bool route(const RouteParams& p, std::byte* shared, const Work& meanwhile = {}) {
     static_assert(Threads % 32 == 0 && Threads >= 96, "one warp for each of three scans");
     const Endpoint& e = p.endpoint;
     RouteMemory m = route_memory(p, shared, Threads);
-    begin_route<Threads>(p, m);
+    begin_route<Threads>(p, m, meanwhile);
     const layout::Work work =
         layout::split_work(m.state.most_tokens, static_cast<int>(gridDim.x), Threads, e.num_ranks);
     const int first = min(static_cast<int>(blockIdx.x) * work.range_tokens, m.state.most_tokens);

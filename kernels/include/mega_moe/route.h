@@ -11,6 +11,7 @@ struct RouteShape {
     std::int64_t top_k;
     std::int64_t num_experts;
     std::int64_t hidden;
+    std::int64_t intermediate;  // 0: tables alone, no pools
     std::int64_t num_ranks;
     std::int64_t pool_rows;  // padded rows of a chunk
     bool quantise;           // x is staged as e4m3
@@ -24,7 +25,7 @@ struct NamedPart {
     std::int64_t bytes;
 };
 
-inline constexpr int kMaxLayoutParts = 16;
+inline constexpr int kMaxLayoutParts = 20;
 
 // Parts of a buffer in order; the rest of the array is unused.
 struct LayoutTable {

@@ -22,7 +22,7 @@ constexpr layout::SymmetricShape symmetric(std::int64_t ranks) {
 }
 
 constexpr layout::WorkspaceShape workspace(std::int64_t ranks, std::int64_t pool_rows) {
-    return {kTokens, kTopK, kExperts / ranks, ranks, pool_rows, false};
+    return {kTokens, kTopK, kExperts / ranks, ranks, pool_rows, kHidden, 0, false};
 }
 
 constexpr std::int64_t whole_pool(std::int64_t ranks) {

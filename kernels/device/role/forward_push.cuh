@@ -1,0 +1,236 @@
+#pragma once
+#include <cstdint>
+
+#include "device/role/forward_pull.cuh"
+#include "device/role/forward_sum.cuh"
+#include "device/role/route_ids.cuh"
+
+// Combine: each resident token's outputs are summed here and travel home once; there the sums of the ranks are
+// added. With one rank the first sum is the result.
+namespace mega_moe::device {
+
+// Ranks that hold an expert of an own token, as a mask.
+__device__ __forceinline__ std::uint32_t ranks_of_token(const RouteParams& r, int token, std::uint64_t epoch) {
+    const auto lane = static_cast<int>(ptx::lane_id());
+    std::uint32_t mask = 0;
+    if (lane < r.top_k) {
+        std::int64_t expert;
+        if (r.endpoint.num_ranks > 1) {
+            expert = ptx::load_relaxed_sys(published_row(r, r.endpoint.rank, token, epoch) + lane);
+        } else {
+            expert = raw_id(r, std::int64_t{token} * r.top_k + lane);
+        }
+        if (expert >= 0 && expert < r.num_experts)
+            mask = 1u << (static_cast<unsigned>(expert) / static_cast<unsigned>(r.num_local));
+    }
+    return __reduce_or_sync(ptx::kAllLanes, mask);
+}
+
+// One warp's work on both sums, which it takes in turn, whichever is ready. All warps draw from the same lists.
+template <class C>
+class Combiner {
+  public:
+    __device__ __forceinline__ Combiner(const ForwardParams& params, std::uint64_t launch)
+        : p(params), e(params.route.endpoint), epoch(launch) {
+        num_chunks_ = table_word(p.route.summary, layout::kSummaryChunks);
+        view_ = view_chunk(p, 0);
+        bad_ = ptx::load_relaxed_sys(e.sync + layout::kBadIdEpochWord) == epoch;
+    }
+
+    __device__ __forceinline__ void run(Tracer<C::kTrace>& tracer) {
+        tracer.start();
+        draw_push();
+        draw_home();
+        std::int64_t idle_since = 0;
+        for (int polls = 0; push_ >= 0 || home_ >= 0; ++polls) {
+            const bool pushes = push_ >= 0 && push_ready();
+            if (!pushes && (home_ < 0 || !home_ready())) {
+                if (polls % kPollsPerCheck == 0 && gave_up(idle_since)) return;
+                continue;
+            }
+            idle_since = 0;
+            tracer.end(pushes ? TraceKind::kWaitPush : TraceKind::kWaitHome, chunk_, 0, pushes ? push_ : home_);
+            const RowSum sum = pushes ? push_sum() : home_sum();
+            // What the lanes have seen of counters and flags holds for the whole warp.
+            __syncwarp();
+            if (sum.out != nullptr) sum_rows(sum.rows, sum.row, sum.count, sum.out, p.hidden, sum.poison);
+            __syncwarp();
+            tracer.end(pushes ? TraceKind::kPush : TraceKind::kHome, chunk_, 0, pushes ? push_ : home_);
+            if (pushes) {
+                count_push();
+                draw_push();
+            } else {
+                draw_home();
+            }
+        }
+    }
+
+  private:
+    __device__ __forceinline__ int draw(layout::CounterTicket which) {
+        std::uint32_t ticket = 0;
+        if (ptx::lane_id() == 0)
+            ticket = ptx::fetch_add_relaxed_gpu(p.counters + which * layout::kCounterLine, 1);
+        return static_cast<int>(ptx::from_lane(ticket, 0));
+    }
+
+    // The chunks' entries of push_list follow one another, so tickets number all of them.
+    __device__ __forceinline__ void draw_push() {
+        push_ = draw(layout::kPushTicket);
+        while (push_ >= view_.first_resident + view_.residents) {
+            if (++chunk_ >= num_chunks_) {
+                push_ = -1;
+                return;
+            }
+            view_ = view_chunk(p, chunk_);
+        }
+        from_ = load_resident(p.route, p.route.push_list, push_);
+        missing_ = static_cast<int>(ptx::lane_id()) < from_.rows;
+    }
+
+    __device__ __forceinline__ void draw_home() {
+        home_ = draw(layout::kHomeTicket);
+        if (home_ >= p.route.num_tokens) {
+            home_ = -1;
+            return;
+        }
+        ranks_ = ranks_of_token(p.route, home_, epoch);
+    }
+
+    __device__ __forceinline__ bool push_ready() {
+        if (missing_) {
+            const std::uint32_t* done = p.counters + p.down_done + from_.slot / layout::kRowBlock;
+            const auto wanted = static_cast<std::uint32_t>(p.hidden / C::kBlockN * 4);
+            missing_ = ptx::load_acquire_gpu(done) < wanted;
+        }
+        return !ptx::any(missing_);
+    }
+
+    // What sum_rows takes; nothing to do without an `out`.
+    struct RowSum {
+        const std::byte* rows;
+        int row;
+        int count;
+        std::byte* out;
+        bool poison;
+    };
+
+    __device__ __forceinline__ RowSum push_sum() {
+        maybe_delay(p.delay_seed, static_cast<std::uint32_t>(push_));
+        const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
+        const bool last = e.num_ranks == 1;
+        std::byte* out = last ? p.y + from_.token * row_bytes
+                              : e.at<std::byte>(from_.rank, p.home) +
+                                    (std::int64_t{from_.token} * e.num_ranks + e.rank) * row_bytes;
+        return {p.o_pool, from_.slot + view_.row_of_slot, from_.rows, out, last && bad_};
+    }
+
+    __device__ __forceinline__ void count_push() {
+        std::uint32_t sent = 0;
+        if (ptx::lane_id() == 0) {
+            // The other lanes' stores too, which the home rank may read as soon as it sees the flag.
+            if (e.num_ranks > 1) ptx::fence_sys();
+            sent = ptx::fetch_add_acq_rel_gpu(p.counters + p.sent + chunk_, 1) + 1;
+        }
+        if (ptx::from_lane(sent, 0) == static_cast<std::uint32_t>(view_.residents))
+            announce_chunk(p, epoch, chunk_);
+    }
+
+    // The ranks' sums for the token are here.
+    __device__ __forceinline__ bool home_ready() {
+        if (e.num_ranks == 1) return true;
+        bool missing = false;
+        if ((ranks_ >> ptx::lane_id() & 1) != 0) {
+            const std::int64_t index =
+                std::int64_t{ptx::lane_id()} * p.route.max_blocks + home_ / layout::kBlockTokens;
+            missing = ptx::load_acquire_sys(e.at<std::uint64_t>(e.rank, p.sent_flags) + index) < epoch;
+        }
+        return !ptx::any(missing);
+    }
+
+    __device__ __forceinline__ RowSum home_sum() {
+        // The only rank has written y, but for tokens without an expert.
+        const bool written = e.num_ranks == 1 && ranks_ != 0;
+        // Lane i: the i-th rank of the mask.
+        std::uint32_t left = ranks_;
+        for (std::uint32_t i = 0; i < ptx::lane_id() && left != 0; ++i)
+            left &= left - 1;
+        const int rank = left == 0 ? 0 : __ffs(static_cast<int>(left)) - 1;
+        std::byte* out = p.y + std::int64_t{home_} * p.hidden * 2;
+        return {e.at<const std::byte>(e.rank, p.home), home_ * e.num_ranks + rank, __popc(ranks_),
+                written ? nullptr : out, bad_};
+    }
+
+    // Nothing was ready: has this gone on for too long, or has a rank given up?
+    __device__ __forceinline__ bool gave_up(std::int64_t& idle_since) {
+        const std::int64_t now = ptx::global_timer();
+        if (idle_since == 0) idle_since = now;
+        const bool late = now - idle_since > e.progress_ns;
+        const bool ends = ptx::any(late || abort_word(e) != 0);
+        if (ends && ptx::lane_id() == 0) {
+            const bool pushes = push_ >= 0;
+            give_up(e, epoch,
+                    {pushes ? Role::kPushInput : Role::kHomeSum, Kind::kProgress,
+                     static_cast<std::uint64_t>(pushes ? push_ : home_), 0, 1});
+        }
+        return ends;
+    }
+
+  public:
+    // One warp: tells all ranks that their tokens' sums of a chunk are with them.
+    static __device__ __forceinline__ void announce_chunk(const ForwardParams& p, std::uint64_t epoch, int chunk) {
+        const Endpoint& e = p.route.endpoint;
+        if (e.num_ranks == 1) return;
+        __syncwarp();
+        ptx::fence_sys();
+        const std::int32_t* row = p.route.chunk_table + std::int64_t{chunk} * layout::kChunkWords;
+        const int first = table_word(row, layout::kChunkFirstToken) / layout::kBlockTokens;
+        const auto end = static_cast<int>(layout::num_blocks(table_word(row, layout::kChunkEndToken)));
+        for (int peer = 0; peer < e.num_ranks; ++peer)
+            for (int block = first + static_cast<int>(ptx::lane_id()); block < end; block += 32)
+                ptx::store_relaxed_sys(e.at<std::uint64_t>(peer, p.sent_flags) +
+                                           std::int64_t{e.rank} * p.route.max_blocks + block,
+                                       epoch);
+    }
+
+  private:
+    const ForwardParams& p;
+    const Endpoint& e;
+    std::uint64_t epoch;
+    ChunkView view_;
+    ResidentToken from_;
+    int num_chunks_;
+    int chunk_ = 0;
+    int push_ = -1;
+    int home_ = -1;
+    std::uint32_t ranks_ = 0;
+    bool missing_ = false;
+    bool bad_ = false;
+};
+
+// One warp of one CTA: chunks that bring nothing to this rank have no last entry that would announce them.
+template <class C>
+__device__ __forceinline__ void announce_empty_chunks(const ForwardParams& p, std::uint64_t epoch) {
+    if (p.route.endpoint.num_ranks == 1) return;
+    const int num_chunks = table_word(p.route.summary, layout::kSummaryChunks);
+    for (int chunk = 0; chunk < num_chunks; ++chunk)
+        if (view_chunk(p, chunk).residents == 0) Combiner<C>::announce_chunk(p, epoch, chunk);
+}
+
+// One warp of one CTA, as its last work: until every rank, also one that holds no expert of these tokens, has
+// said that it is through with them. Only then may the caller overwrite x, and the next launch the staged copy.
+__device__ __forceinline__ void await_all_ranks(const ForwardParams& p, std::uint64_t epoch) {
+    const RouteParams& r = p.route;
+    const Endpoint& e = r.endpoint;
+    if (e.num_ranks == 1) return;
+    const auto blocks = static_cast<int>(layout::num_blocks(r.num_tokens));
+    for (int i = static_cast<int>(ptx::lane_id()); i < blocks * e.num_ranks; i += 32) {
+        const std::int64_t index = std::int64_t{i / blocks} * r.max_blocks + i % blocks;
+        const std::uint64_t* flag = e.at<std::uint64_t>(e.rank, p.sent_flags) + index;
+        std::uint64_t seen;
+        if (wait_for(e, [&] { return ptx::load_acquire_sys(flag); }, epoch, e.progress_ns, seen)) continue;
+        give_up(e, epoch, {Role::kLastSums, Kind::kProgress, static_cast<std::uint64_t>(index), seen, epoch});
+        return;
+    }
+}
+
+}  // namespace mega_moe::device

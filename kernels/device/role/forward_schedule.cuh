@@ -1,0 +1,149 @@
+#pragma once
+#include <cstdint>
+
+#include "device/pipe/stages.cuh"
+#include "device/pipe/trace.cuh"
+#include "device/ptx/ordered_memory.cuh"
+#include "device/ptx/warp.cuh"
+#include "device/role/forward_params.h"
+#include "device/role/forward_shared.cuh"
+#include "layout/tiles.h"
+#include "layout/workspace.h"
+
+namespace mega_moe::device {
+
+// Rows of all units, by a whole warp: each lane holds one unit of two windows of 32, since a walk reads at two
+// places that move forward.
+class UnitRows {
+  public:
+    __device__ __forceinline__ UnitRows(const std::int32_t* rows, int units) : rows_(rows), units_(units) {}
+
+    __device__ __forceinline__ int operator()(int unit) {
+        const std::int32_t held = window(unit);
+        return __shfl_sync(ptx::kAllLanes, held, unit % 32);
+    }
+    // First unit from `unit` on that has rows, or the number of units.
+    __device__ __forceinline__ int next(int unit) {
+        while (unit < units_) {
+            const std::uint32_t filled = ptx::ballot(window(unit) > 0) & (0xFFFFFFFFu << (unit % 32));
+            if (filled != 0) return unit / 32 * 32 + __ffs(static_cast<int>(filled)) - 1;
+            unit = (unit / 32 + 1) * 32;
+        }
+        return units_;
+    }
+
+  private:
+    __device__ __forceinline__ std::int32_t window(int unit) {
+        const int base = unit / 32 * 32;
+        if (base == base_0_) return held_0_;
+        if (base == base_1_) return held_1_;
+        const int at = base + static_cast<int>(ptx::lane_id());
+        const std::int32_t held =
+            at < units_
+                ? static_cast<std::int32_t>(
+                      ptx::load_relaxed_gpu(reinterpret_cast<const std::uint32_t*>(rows_ + at)))
+                : 0;
+        // The window that moves is the nearest below.
+        if (base_0_ < base && (base_1_ > base || base_1_ < base_0_)) {
+            base_0_ = base;
+            held_0_ = held;
+        } else {
+            base_1_ = base;
+            held_1_ = held;
+        }
+        return held;
+    }
+
+    const std::int32_t* rows_;
+    int units_;
+    int base_0_ = -64;
+    int base_1_ = -32;
+    std::int32_t held_0_ = 0;
+    std::int32_t held_1_ = 0;
+};
+
+__device__ __forceinline__ std::int32_t table_word(const std::int32_t* table, std::int64_t at) {
+    return static_cast<std::int32_t>(
+        ptx::load_relaxed_gpu(reinterpret_cast<const std::uint32_t*>(table + at)));
+}
+
+// Tiles that gate/up lies ahead of down, in tiles of every cluster: one that is multiplied, one that is stored,
+// and one more.
+inline constexpr int kLagPerCluster = 3;
+
+// One warp: the tiles of this CTA, one after another. Clusters take tickets in turn.
+template <class C>
+__device__ __forceinline__ void schedule_tiles(const ForwardParams& p, const ForwardShared<C>& shared,
+                                               int cta) {
+    const RouteParams& r = p.route;
+    const int clusters = static_cast<int>(gridDim.x) / C::kClusterSize;
+    const int num_chunks = table_word(r.summary, layout::kSummaryChunks);
+    const int gate_up_columns = p.intermediate / 128;
+    const int down_columns = p.hidden / C::kBlockN;
+    UnitRows rows(r.expert_rows, num_chunks * r.num_local);
+    layout::TileWalk walk(num_chunks * r.num_local, r.num_local, gate_up_columns, down_columns,
+                          kLagPerCluster * clusters);
+    layout::TileRun run = walk.next(rows);
+    int first_slot = 0;
+    int row_of_slot = 0;  // row in the pools minus slot
+    int placed_unit = -1;
+    RingCursor<C::kRing> ring;
+    for (int ticket = static_cast<int>(blockIdx.x) / C::kClusterSize;; ticket += clusters) {
+        while (run.tiles > 0 && ticket >= run.first_ticket + run.tiles)
+            run = walk.next(rows);
+        TileRecord record{};
+        if (run.tiles > 0) {
+            const int chunk = run.unit / r.num_local;
+            const int expert = run.unit - chunk * r.num_local;
+            if (run.unit != placed_unit) {
+                placed_unit = run.unit;
+                first_slot = table_word(r.expert_slots, run.unit);
+                const std::int32_t* row = r.chunk_table + std::int64_t{chunk} * layout::kChunkWords;
+                row_of_slot = static_cast<int>(layout::chunk_first_row(chunk, p.pool_rows)) -
+                              table_word(row, layout::kChunkFirstSlot);
+            }
+            const int columns = run.down ? down_columns : gate_up_columns;
+            const layout::CtaTile tile =
+                layout::cta_tile(ticket - run.first_ticket, cta, run.rows, columns);
+            // A CTA without a tile helps to load the other's rows, and any column does for it.
+            const int column = tile.live ? tile.column : 0;
+            record.kind = run.down ? kDownTile : kGateUpTile;
+            record.k_blocks = (run.down ? p.intermediate : p.hidden) / C::kBlockK;
+            record.slot = first_slot + tile.first_row;
+            record.pool_row = record.slot + row_of_slot;
+            record.input_rows = min(run.rows - tile.first_row, layout::kRowBlock);
+            record.rows = tile.live ? record.input_rows : 0;
+            record.weight_row =
+                run.down ? expert * p.hidden + column * 256 : expert * 2 * p.intermediate + column * 128;
+            record.weight_row_2 = record.weight_row + (run.down ? 128 : p.intermediate);
+            record.column = column * (run.down ? 256 : 128);
+            record.tail = tile.tail;
+            record.chunk = chunk;
+            record.expert = expert;
+            record.column_block = column;
+        }
+        ptx::mbarrier_wait(shared.ring_empty(ring.at), ring.parity ^ 1);
+        if (ptx::lane_id() == 0) {
+            *reinterpret_cast<TileRecord*>(shared.record(ring.at)) = record;
+            ptx::mbarrier_arrive(shared.ring_full(ring.at));
+        }
+        __syncwarp();
+        ring.next();
+        if (record.kind == kNoTile) return;
+    }
+}
+
+// How a trace numbers the tiles of a unit: block of rows in the low 16 bits, of columns in the next 8.
+__device__ __forceinline__ int trace_index(const TileRecord& t) {
+    return t.slot / layout::kRowBlock | t.column_block << 16;
+}
+
+// A record, once it is there.
+template <class C>
+__device__ __forceinline__ TileRecord await_record(const ForwardShared<C>& shared,
+                                                   const RingCursor<C::kRing>& ring) {
+    ptx::mbarrier_wait(shared.ring_full(ring.at), ring.parity);
+    return *reinterpret_cast<const TileRecord*>(shared.record(ring.at));
+}
+
+}  // namespace mega_moe::device

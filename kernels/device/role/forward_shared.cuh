@@ -1,0 +1,118 @@
+#pragma once
+#include <cstdint>
+
+#include "device/mma/operand.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/mbarrier.cuh"
+#include "device/ptx/shared_address.cuh"
+#include "layout/forward_shared.h"
+#include "layout/tiles.h"
+
+namespace mega_moe::device {
+
+// Compile-time facts of the forward. Two consumer warpgroups take tiles in turn, one multiplying while the
+// other stores, so that no epilogue keeps the tensor cores waiting.
+template <int Stages, bool Trace>
+struct ForwardConfig {
+    static constexpr int kStages = Stages;
+    static constexpr bool kTrace = Trace;
+    static constexpr int kThreads = 384;
+    static constexpr int kClusterSize = 2;
+    static constexpr int kMathThreads = 256;
+    // 200 + 200 + 104 = 504 of the 504 that 384 threads x 168 registers leave for three warpgroups.
+    static constexpr int kCommRegisters = 104;
+    static constexpr int kMathRegisters = 200;
+
+    static constexpr int kBlockK = 64;  // 128 bytes, one row of the swizzle
+    static constexpr int kBlockM = layout::kRowBlock;
+    static constexpr int kBlockN = 256;
+    static constexpr int kBytesA = layout::kStageBytesA;
+    static constexpr int kBytesB = layout::kStageBytesB;
+    static constexpr int kStageBytes = kBytesA + kBytesB;
+    static constexpr int kPullBuffers = layout::kPullBuffers;
+    static constexpr int kPullBytes = layout::kPullBytes;
+    static constexpr int kRing = layout::kTileRing;
+    static constexpr layout::ForwardShared kAt = layout::make_forward_shared(Stages);
+    static_assert(kAt.total <= 232448, "shared memory of a block");
+    static_assert(kBytesA == kBlockM * kOperandRowBytes && kBytesB == kBlockN * kOperandRowBytes, "operands");
+};
+
+// Where things lie in a CTA's shared memory, as shared addresses.
+template <class C>
+struct ForwardShared {
+    std::uint32_t base;
+    std::byte* generic;  // the same place
+
+    __device__ __forceinline__ explicit ForwardShared(std::byte* raw) {
+        const std::uint32_t start = ptx::shared_address(raw);
+        base = (start + 1023) & ~1023u;
+        generic = raw + (base - start);
+    }
+    __device__ __forceinline__ std::uint32_t a(int stage) const { return base + stage * C::kStageBytes; }
+    __device__ __forceinline__ std::uint32_t b(int stage) const { return a(stage) + C::kBytesA; }
+    __device__ __forceinline__ std::uint32_t store_buffer(int warp) const {
+        return base + C::kAt.store + warp * layout::kStoreBytes;
+    }
+    __device__ __forceinline__ std::uint32_t pull_buffer(int i) const {
+        return base + C::kAt.pull + i * C::kPullBytes;
+    }
+    __device__ __forceinline__ std::byte* record(int i) const {
+        return generic + C::kAt.ring + i * layout::kTileRecordBytes;
+    }
+    __device__ __forceinline__ std::uint32_t barrier(int i) const { return base + C::kAt.barriers + 8 * i; }
+    __device__ __forceinline__ std::uint32_t full(int stage) const { return barrier(stage); }
+    __device__ __forceinline__ std::uint32_t empty(int stage) const { return barrier(C::kStages + stage); }
+    __device__ __forceinline__ std::uint32_t turn(int warpgroup) const {
+        return barrier(2 * C::kStages + warpgroup);
+    }
+    __device__ __forceinline__ std::uint32_t ring_full(int i) const {
+        return barrier(2 * C::kStages + 2 + i);
+    }
+    __device__ __forceinline__ std::uint32_t ring_empty(int i) const { return ring_full(C::kRing + i); }
+    __device__ __forceinline__ std::uint32_t pulled(int i) const { return ring_full(2 * C::kRing + i); }
+    // Words by which the CTAs of a cluster tell each other that they have the tables.
+    __device__ __forceinline__ std::uint32_t state_address(int i) const {
+        return base + C::kAt.state + 4 * i;
+    }
+    __device__ __forceinline__ std::uint32_t* state() const {
+        return reinterpret_cast<std::uint32_t*>(generic + C::kAt.state);
+    }
+
+    __device__ __forceinline__ void init_barriers() const {
+        for (int i = 0; i < C::kStages; ++i) {
+            ptx::mbarrier_init(full(i), 1);
+            // The four warps that read the stage, of both CTAs: the loads of either fill both.
+            ptx::mbarrier_init(empty(i), 4 * C::kClusterSize);
+        }
+        ptx::mbarrier_init(turn(0), 4);
+        ptx::mbarrier_init(turn(1), 4);
+        for (int i = 0; i < C::kRing; ++i) {
+            ptx::mbarrier_init(ring_full(i), 1);
+            ptx::mbarrier_init(ring_empty(i), 1 + C::kMathThreads / 32);  // the loading warp, the math warps
+        }
+        for (int i = 0; i < C::kPullBuffers; ++i)
+            ptx::mbarrier_init(pulled(i), 1);
+        ptx::fence_mbarrier_init();
+    }
+};
+
+// What the scheduler tells the other warps of its CTA of a tile.
+struct TileRecord {
+    std::int32_t kind;  // TileKind
+    std::int32_t k_blocks;
+    std::int32_t pool_row;      // first row in the pools
+    std::int32_t slot;          // the same as a slot
+    std::int32_t input_rows;    // valid rows that it reads, 1 to 64
+    std::int32_t rows;          // the same, or 0: nothing is stored
+    std::int32_t weight_row;    // of the first 128 columns, in the weights' map
+    std::int32_t weight_row_2;  // of the second
+    std::int32_t column;        // first column of what is stored
+    std::int32_t tail;          // the cluster shares the rows, not the weights
+    std::int32_t chunk;
+    std::int32_t expert;
+    std::int32_t column_block;
+};
+static_assert(sizeof(TileRecord) <= layout::kTileRecordBytes);
+enum TileKind { kNoTile, kGateUpTile, kDownTile };
+
+}  // namespace mega_moe::device

@@ -1,0 +1,51 @@
+#include "host/tensor_map.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "host/make_status.h"
+
+namespace mega_moe {
+namespace {
+
+static_assert(sizeof(device::TensorMap) == sizeof(CUtensorMap), "the driver's size");
+static_assert(alignof(device::TensorMap) >= alignof(CUtensorMap), "the driver's alignment");
+
+// Looked up at run time, so that nothing links against the driver.
+Status find_encoder(decltype(&cuTensorMapEncodeTiled)& encode) noexcept {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = {};
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                               cudaEnableDefault, &found);
+    if (error != cudaSuccess) return cuda_status(error, "cudaGetDriverEntryPointByVersion");
+    if (found != cudaDriverEntryPointSuccess)
+        return error_status("the driver has no cuTensorMapEncodeTiled, which CUDA 12.0 introduced");
+    encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+    return ok_status();
+}
+
+}  // namespace
+
+Status map_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
+                std::uint32_t box_rows, device::TensorMap& map) noexcept {
+    static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+    if (encode == nullptr) {
+        const Status status = find_encoder(encode);
+        if (!status.ok) return status;
+    }
+    const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+    const cuuint32_t box[2] = {64, box_rows};
+    const cuuint32_t steps[2] = {1, 1};
+    const CUresult result =
+        encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+               const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return ok_status();
+    return error_status("%s: cuTensorMapEncodeTiled of [%lld, %lld] at %p: error %d", what,
+                        static_cast<long long>(rows), static_cast<long long>(columns), data,
+                        static_cast<int>(result));
+}
+
+}  // namespace mega_moe

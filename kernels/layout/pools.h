@@ -1,0 +1,47 @@
+#pragma once
+#include <cstdint>
+
+#include "layout/host_device.h"
+#include "layout/routing.h"
+
+// Laws of the pools, where the rows of a chunk lie by slot, and of the counters that say how far each block of
+// rows is. A slot is numbered over all chunks; its row in a pool is that of its chunk's part of the pool.
+namespace mega_moe::layout {
+
+inline constexpr int kRowBlock = 64;  // rows that one CTA multiplies, and one counter covers
+static_assert(kPadRows % (2 * kRowBlock) == 0, "a cluster's rows are of one expert");
+
+// Words that many CTAs add to lie a cache line apart.
+inline constexpr int kCounterLine = 32;
+
+// Counters, uint32, all zero when the routing of a launch ends:
+//   tickets        [kCounterTickets][kCounterLine]: see CounterTicket
+//   sent           [max_chunks]: entries of push_list that are sent
+//   arrived        [row blocks]: rows of x in the pool
+//   gate_up_done   [row blocks]: warps that stored their part of h
+//   down_done      [row blocks]: warps that stored their part of the outputs
+enum CounterTicket {
+    kPushTicket,  // next entry of push_list
+    kHomeTicket,  // next own token to sum
+    kCounterTickets
+};
+
+MEGA_MOE_LAW std::int64_t num_row_blocks(std::int64_t max_slots) {
+    return (max_slots + kRowBlock - 1) / kRowBlock;
+}
+MEGA_MOE_LAW std::int64_t counter_of_sent() {
+    return kCounterTickets * kCounterLine;
+}
+MEGA_MOE_LAW std::int64_t counter_of_arrived(std::int64_t max_chunks) {
+    return counter_of_sent() + (max_chunks + kCounterLine - 1) / kCounterLine * kCounterLine;
+}
+MEGA_MOE_LAW std::int64_t num_counters(std::int64_t max_slots, std::int64_t max_chunks) {
+    return counter_of_arrived(max_chunks) + 3 * num_row_blocks(max_slots);
+}
+
+// First row of a chunk in the pools: chunks take turns.
+MEGA_MOE_LAW std::int64_t chunk_first_row(std::int64_t chunk, std::int64_t pool_rows) {
+    return chunk % 2 * pool_rows;
+}
+
+}  // namespace mega_moe::layout

@@ -1,0 +1,43 @@
+#pragma once
+#include <cstdint>
+
+#include "layout/host_device.h"
+
+// What the tracing form of a kernel writes.
+namespace mega_moe::layout {
+
+enum class TraceRole { kLoad, kMath0, kMath1, kPull, kPush, kCount };
+
+enum class TraceKind : std::int64_t {
+    kWaitGateUp = 1,  // the loading warp waits for the inputs of a tile
+    kWaitDown,
+    kLoadGateUp,
+    kLoadDown,
+    kWaitTurn,  // a math warpgroup waits for a tile, its loads or its turn
+    kGateUp,    // products
+    kDown,
+    kStoreGateUp,  // epilogue
+    kStoreDown,
+    kWaitPull,
+    kPull,
+    kWaitPush,
+    kPush,
+    kWaitHome,
+    kHome,
+    kRoute,
+    kStage
+};
+
+// Where a launch writes what its roles did: int64 [ctas][roles][capacity][3], a code, start and end in
+// nanoseconds.
+struct TraceBuffer {
+    std::int64_t* rows;
+    std::int64_t capacity;
+};
+
+MEGA_MOE_LAW std::int64_t trace_code(TraceKind kind, int chunk, int expert, int index) {
+    return static_cast<std::int64_t>(kind) | static_cast<std::int64_t>(chunk) << 8 |
+           static_cast<std::int64_t>(expert) << 24 | static_cast<std::int64_t>(index) << 40;
+}
+
+}  // namespace mega_moe::layout
