@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,15 @@ def test_bounds_of_the_two_models(hidden: int, intermediate: int, limit: int) ->
     home = 16384 * 8 * hidden * 2
     assert pools + home < nbytes <= limit
     assert limit == 2 * GIB * hidden // 2048
+
+
+@pytest.mark.usefixtures("wheel")
+def test_the_documented_bytes() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "backends.md").read_text()
+    for name, hidden, inner in (("30B", 2048, 768), ("235B", 4096, 1536)):
+        wide = sizes(hidden=hidden, intermediate=inner)
+        one, eight = (MoEBuffer.nbytes(**{**wide, "num_ranks": ranks}) / GIB for ranks in (1, 8))
+        assert f"| {name} | {hidden} | {inner} | {one:.2f} GiB | {eight:.2f} GiB |" in text
 
 
 @pytest.mark.usefixtures("wheel")
