@@ -91,7 +91,7 @@ def render(found: dict[str, Any]) -> str:
     for judgement in found["judgements"]:
         lines += [f"backends on {judgement['where']} ({layer}, bf16)"]
         for verdict in judgement["verdicts"]:
-            lines += ["  " + str(Verdict(verdict["backend"], tuple(verdict["reasons"])))]
+            lines += ["  " + str(Verdict(verdict["backend"], tuple(verdict["reasons"]), verdict["note"]))]
     lines += [
         f"installed in: {', '.join(found['distributions']) or 'nowhere'}; imported from: {found['package']}"
     ]
@@ -107,10 +107,7 @@ def _judge(facts: list[RankFacts]) -> list[dict[str, Any]]:
         cases.append((f"all {len(facts)} GPUs as one group", facts))
     judgements: list[dict[str, Any]] = []
     for where, ranks in cases:
-        verdicts = [
-            {"backend": verdict.backend, "accepted": verdict.accepted, "reasons": list(verdict.reasons)}
-            for verdict in decide(Request(**_LAYER, num_ranks=len(ranks)), ranks)
-        ]
+        verdicts = [verdict.as_dict() for verdict in decide(Request(**_LAYER, num_ranks=len(ranks)), ranks)]
         last = judgements[-1] if judgements else None
         if last is not None and len(ranks) == 1 and last["verdicts"] == verdicts:
             last["where"] += f", {where}"

@@ -43,6 +43,14 @@ class Verdict:
     def accepted(self) -> bool:
         return not self.reasons
 
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "backend": self.backend,
+            "accepted": self.accepted,
+            "reasons": list(self.reasons),
+            "note": self.note,
+        }
+
     def __str__(self) -> str:
         if not self.accepted:
             return f"{self.backend}: refused: " + "; ".join(self.reasons)

@@ -66,10 +66,7 @@ class Explanation:
         return {
             "request": self.request.as_dict(),
             "chosen": self.chosen,
-            "verdicts": [
-                {"backend": v.backend, "accepted": v.accepted, "reasons": list(v.reasons), "note": v.note}
-                for v in self.verdicts
-            ],
+            "verdicts": [v.as_dict() for v in self.verdicts],
         }
 
     def __str__(self) -> str:
