@@ -13,6 +13,8 @@
         }                                                                        \
     } while (false)
 
+void test_forward_progress();
+void test_forward_tiles();
 void test_group_scale();
 void test_layouts();
 void test_route();

@@ -7,7 +7,9 @@ int main(int count, char** arguments) {
     const struct {
         const char* name;
         void (*run)();
-    } suites[] = {{"group_scale", test_group_scale},
+    } suites[] = {{"forward_progress", test_forward_progress},
+                  {"forward_tiles", test_forward_tiles},
+                  {"group_scale", test_group_scale},
                   {"layouts", test_layouts},
                   {"select", test_select},
                   {"staging", test_staging}};
@@ -18,6 +20,9 @@ int main(int count, char** arguments) {
         std::printf("%s: passed\n", suite.name);
         return 0;
     }
-    std::fprintf(stderr, "suite: got %s, want group_scale, layouts, select or staging\n", arguments[1]);
+    std::fprintf(stderr, "suite: got %s, want one of", arguments[1]);
+    for (const auto& suite : suites)
+        std::fprintf(stderr, " %s", suite.name);
+    std::fputc('\n', stderr);
     return 2;
 }
