@@ -14,5 +14,7 @@ site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --no-index --no-deps --target "$site" "$wheel"
 # Memory that the allocator has cached would hide a write behind the end of a buffer.
-export PYTHONPATH="$site" PYTORCH_NO_CUDA_MEMORY_CACHING=1
-"$checker" --tool memcheck --error-exitcode 1 python3 python/tests/gpu/memcheck_route.py "${2:-1}"
+export PYTHONPATH="$site:python/tests" PYTORCH_NO_CUDA_MEMORY_CACHING=1
+for cases in memcheck_route memcheck_forward; do
+    "$checker" --tool memcheck --error-exitcode 1 python3 -m "gpu.$cases" "${2:-1}"
+done

@@ -15,6 +15,7 @@ from mega_moe.testing import fp64_moe
 from ..gpu import (  # noqa: TID252
     _forward,
     _stand_in,
+    memcheck_forward,
     test_forward_batch,
     test_forward_inputs,
     test_forward_repeat,
@@ -122,6 +123,14 @@ CHECKS = {
     ),
     "delays": Check(repeat, repeat.test_delays, (2, "many chunks"), ("ulp when delayed", "token lost")),
 }
+
+
+def test_cases_of_the_memory_checker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memcheck_forward, "new_ranks", _stand_in.StandIn)
+    memcheck_forward.main(2, CPU)
+    assert "all results right" in capsys.readouterr().out
 
 
 def run(name: str, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,8 @@ def difference(layer: Layer, got: Sequence[Tensor], want: Exact) -> str | None:
         differs = (y.isfinite().all(1) != finite).nonzero()
         if len(differs):
             token = int(differs[0])
-            return f"{who}: token {token} (of {len(differs)}) is {y[token]}, want {exact_y[token]}"
+            count, wanted = int((~y[token].isfinite()).sum()), int((~exact_y[token].isfinite()).sum())
+            return f"{who}: token {token} (of {len(differs)}) has {count} values that are no numbers, want {wanted}"
         squares = (y.double() - exact_y)[finite].square().sum(1)
         size = exact_y[finite].square().sum(1)
         tokens = finite.nonzero()[:, 0]

@@ -131,8 +131,8 @@ def new_ranks(
     max_tokens: int | None = None,
     pool_rows: int = 0,
     num_sms: int | None = None,
-    poison: int = NAN,
+    limit: float = 5.0,
 ) -> ForwardRanks:
-    """Ranks on a buffer that just holds ``layer``."""
+    """Ranks on a buffer that just holds ``layer``; ``limit``: seconds that a rank waits for another, or within."""
     shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows)
-    return ForwardRanks(device, shape, num_sms=num_sms, poison=poison)
+    return ForwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)

@@ -30,13 +30,14 @@ class StandIn:
         max_tokens: int | None = None,
         pool_rows: int = 0,
         num_sms: int | None = None,
-        poison: int = NAN,
+        limit: float = 5.0,
     ) -> None:
         self.device = device
         self.shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows)
         self._num_sms = num_sms
-        self._poison = poison
+        self._poison = NAN
         self._calls = 0
+        self._bad = False
         self._before: list[Tensor] = []
 
     def on(self, rank: int) -> contextlib.AbstractContextManager[None]:
@@ -58,7 +59,9 @@ class StandIn:
         pass
 
     def check(self) -> None:
-        pass
+        bad, self._bad = self._bad, False
+        if bad:
+            raise ValueError("topk_idx")
 
     def forward(self, layer: Layer, *, delay_seed: int = 0) -> list[Tensor]:
         self.have_room(layer)
@@ -66,7 +69,10 @@ class StandIn:
 
     def start_all(self, layer: Layer, *, delay_seed: int = 0) -> list[Tensor]:
         self._calls += 1
-        seen = self._inputs(layer)
+        wrong = [(own < -1) | (own >= layer.num_experts) for own in layer.ids]
+        seen = self._inputs(
+            replace(layer, ids=[own.masked_fill(bad, -1) for own, bad in zip(layer.ids, wrong, strict=True)])
+        )
         if self.fault == "weighted too late":
             plain = slot_outputs(replace(seen, weights=[torch.ones_like(own) for own in seen.weights]))
             outputs = [
@@ -77,6 +83,10 @@ class StandIn:
             outputs = slot_outputs(seen)
         self._spoil_outputs(seen, outputs)
         results = combined(seen, outputs)
+        for rank, own in enumerate(wrong):
+            if own.any():
+                results[rank].fill_(torch.nan)
+                self._bad = True
         self._spoil_results(layer, results, delay_seed)
         self._before = [own.clone() for own in results]
         return results

@@ -1,6 +1,6 @@
 """Small cases of the routing kernel for a memory checker: every branch of it, few bytes, results compared.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python3 python/tests/gpu/memcheck_route.py [RANKS]
+    PYTHONPATH=python/tests compute-sanitizer --tool memcheck --error-exitcode 1 python3 -m gpu.memcheck_route [RANKS]
 
 RANKS (default 1) ranks share the GPU. A checker that runs kernels one after another can only serve one rank: the
 launch of the first would wait for one that is held back, and end with a time-out that says so.
@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 
 import torch
-from _virtual import VirtualRanks, assert_tables, random_ids
 
 from mega_moe._backends.symmetric import Shape
+
+from ._virtual import VirtualRanks, assert_tables, random_ids
 
 
 def main(num_ranks: int) -> None:
