@@ -1,66 +1,24 @@
-"""`mega-moe bench --trace`: reading, summing up, writing, drawing and judging made-up traces, and what it refuses."""
+"""Reading, summing up, writing, drawing and judging made-up traces of the fused forward."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends import facts
-from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe.bench import main, trace, trace_chrome, trace_draw, trace_run
-from mega_moe.bench.ranks import Context
-from mega_moe.bench.shapes import SHAPES
+from mega_moe.bench import trace_chrome, trace_draw
 from mega_moe.bench.trace_check import order_faults, tile_faults, tiles_of
-from mega_moe.bench.trace_events import Trace, read
+from mega_moe.bench.trace_events import read
 from mega_moe.bench.trace_kinds import KINDS, ROLES, Index, Kind, State, code, event_name, tile
 from mega_moe.bench.trace_spans import Spans
 from mega_moe.bench.trace_summary import edges_of, summarise
 from mega_moe.bench.trace_table import render
 
-LOAD, MATH_0, MATH_1, PULL, PUSH = range(len(ROLES))
-T0 = 1_700_000_000_000_000_000  # ns, as %globaltimer counts
-
-Rows = Sequence[tuple[int, int, int]]
-"""(code, start, end) with times in ns from `T0`."""
-
-
-def array(lanes: Mapping[tuple[int, int], Rows], ctas: int = 2, capacity: int = 8) -> Tensor:
-    """What a kernel of ``ctas`` CTAs would leave behind, from the rows of each (CTA, role)."""
-    made = torch.zeros(ctas, len(ROLES), capacity, 3, dtype=torch.int64)
-    for (cta, role), rows in lanes.items():
-        for at, (word, start, end) in enumerate(rows):
-            made[cta, role, at] = torch.tensor([word, T0 + start, T0 + end])
-    return made
-
-
-def two_tiles() -> Tensor:
-    """One CTA, 10 us: routing, a gate/up tile, the down tile that reads it, and rows that move meanwhile."""
-    return array(
-        {
-            (0, LOAD): [(code(16), 0, 1000)],
-            (0, MATH_0): [
-                (code(5, 0, 3), 1000, 2000),
-                (code(6, 0, 3, tile(7, 0)), 2000, 5000),
-                (code(8, 0, 3, tile(7, 0)), 5000, 6000),
-            ],
-            (0, MATH_1): [
-                (code(5, 0, 3), 1000, 6500),
-                (code(7, 0, 3, tile(7, 2)), 6500, 8500),
-                (code(9, 0, 3, tile(7, 2)), 8500, 9000),
-            ],
-            (0, PULL): [(code(10), 1000, 1500), (code(11, 0, 0, 4), 1500, 2500)],
-            (0, PUSH): [(code(12), 1000, 8000), (code(13, 0, 0, 9), 8000, 10000)],
-        }
-    )
-
+from ._trace import COLUMNS, LOAD, MATH_0, MATH_1, PULL, PUSH, ROWS, SLOTS, array, schedule, two_tiles
 
 # --- reading
 
@@ -307,19 +265,6 @@ def test_picture_is_a_png(arrays: list[Tensor], tmp_path: Path) -> None:
 
 # --- schedule
 
-ROWS = torch.tensor([[65, 0]])  # of two experts in one chunk; two row blocks
-SLOTS = torch.tensor([[128, 256]])
-COLUMNS = {"gate/up": 1, "down": 2}
-
-
-def schedule(*, down: int = 400, columns: Sequence[int] = (0, 1), second_epilogue: int = 390) -> Trace:
-    """Row blocks 2 and 3 of expert 0; the down products begin ``down`` ns after the first event."""
-    gate_up = [(code(6, 0, 0, tile(block, 0)), 100 * (block - 2), 100 * (block - 1)) for block in (2, 3)]
-    epilogues = [(code(8, 0, 0, tile(2, 0)), 100, 250), (code(8, 0, 0, tile(3, 0)), 200, second_epilogue)]
-    tiles = [(block, column) for block in (2, 3) for column in columns]
-    products = [(code(7, 0, 0, tile(*at)), down + 10 * n, down + 10 * n + 10) for n, at in enumerate(tiles)]
-    return read([array({(0, MATH_0): [*gate_up, *epilogues], (1, MATH_1): products})])
-
 
 def test_a_right_schedule_has_no_faults() -> None:
     wanted = tiles_of([ROWS], [SLOTS], COLUMNS)
@@ -357,133 +302,18 @@ def test_missing_strange_and_repeated_tiles_are_told() -> None:
     ]
 
 
+def test_the_last_column_of_the_rows_decides() -> None:
+    lanes = {
+        (0, MATH_0): [(code(8, 0, 0, tile(2, 0)), 0, 300), (code(8, 0, 0, tile(2, 1)), 10, 200)],
+        (1, MATH_0): [(code(7, 0, 0, tile(2, 0)), 250, 400)],
+    }
+    (fault,) = order_faults(read([array(lanes)]))
+    assert "ended at 300 ns" in fault
+
+
 def test_products_before_their_inputs_are_told() -> None:
     # The products of block 2 begin at 370 and 380, those of block 3 at 390 and 400.
     assert order_faults(schedule(down=370, second_epilogue=390)) == []
     assert order_faults(schedule(down=370, second_epilogue=395)) == [
         "rank 0 chunk 0 down e0 m3 n0: began at 390 ns, the last epilogue gate/up of its rows ended at 395 ns"
     ]
-
-
-# --- command
-
-
-def test_without_a_gpu_the_reason_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", "--trace", str(tmp_path / "t")]) == 2
-    said = capsys.readouterr().err
-    assert "trace: no trace can be recorded here: " in said
-    assert "needs an NVIDIA GPU, the device is cpu" in said
-    assert list(tmp_path.iterdir()) == []
-
-
-H200 = RankFacts(
-    device="cuda:0",
-    device_name="NVIDIA H200",
-    compute_capability=(9, 0),
-    num_sms=132,
-    driver_cuda=(13, 0),
-    library_loaded=True,
-    library_cuda="13.0",
-    library_architectures=("90a",),
-    variants=(
-        Variant("route", "90a", "none"),
-        Variant("forward", "90a", "bf16", 256, 128),
-        Variant("backward", "90a", "bf16", 256, 128),
-    ),
-)
-
-
-@pytest.mark.parametrize(
-    ("architectures", "reasons"),
-    [
-        (["90a"], []),
-        ([], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
-        (["100a"], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
-    ],
-)
-def test_without_a_tracing_variant_the_reason_is_said(
-    architectures: list[str], reasons: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracing = tuple(Variant("forward_trace", name, "bf16", 256, 128) for name in architectures)
-    monkeypatch.setattr(facts, "collect", lambda *_: replace(H200, variants=(*H200.variants, *tracing)))
-    options = trace_run.Options(SHAPES["30B"], 128, 1)
-    assert trace_run.why_not(options, torch.device("cuda", 0)) == reasons
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--protocol", "burst"], "protocol: cannot be combined with --trace"),
-        (["--dw-dtype", "float32"], "dw-dtype: cannot be combined with --trace"),
-        (["--quick"], "quick: cannot be combined with --trace"),
-        (["--shape", "30B,235B"], "shape: got '30B,235B', wanted one shape to trace"),
-        (["--tokens", "0"], "tokens: got 0, wanted at least 1"),
-        (["--virtual-ranks", "3"], "want a multiple of the 3 ranks"),
-        (["--virtual-ranks", "0"], "num_ranks: got 0"),
-    ],
-)
-def test_words_that_do_not_fit_a_trace_are_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--device", "cpu", "--trace", str(tmp_path / "t"), *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_virtual_ranks_and_folders_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", "--virtual-ranks", "2"]) == 2
-    assert "virtual-ranks: can only be combined with --trace" in capsys.readouterr().err
-    assert main(["--device", "cpu", "--trace", str(tmp_path / "none" / "t")]) == 2
-    assert "in a folder that exists" in capsys.readouterr().err
-    assert trace.Files.of(tmp_path / "v1.2") == trace.Files(tmp_path / "v1.2.json", tmp_path / "v1.2.png")
-
-
-def recorded(made: Trace) -> trace_run.Recorded:
-    return trace_run.Recorded(made, tiles_of([ROWS], [SLOTS], COLUMNS), 9.0, 10.0, 2)
-
-
-def run(made: Trace, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(trace, "why_not", lambda *_: [])
-    monkeypatch.setattr(trace, "record", lambda *_: recorded(made))
-    options = trace_run.Options(SHAPES["tiny"], 65, 1)
-    return trace.run(options, trace.Files.of(out), Context(torch.device("cpu"), None, 0, 1))
-
-
-def test_run_writes_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(schedule(), tmp_path / "t", monkeypatch) == 0
-    said = capsys.readouterr()
-    assert "tiny forward, T=65 x 1 ranks of 2 SMs" in said.out
-    assert "schedule: right, each of 6 tiles once and after what it reads" in said.out
-    drawn = importlib.util.find_spec("matplotlib") is not None
-    assert (tmp_path / "t.json").is_file()
-    assert (tmp_path / "t.png").is_file() is drawn
-    assert ("not drawn" in said.err) is not drawn
-
-
-def test_run_without_matplotlib_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert run(schedule(), tmp_path / "t", monkeypatch) == 0
-    assert (
-        "not drawn: matplotlib is not installed (the extra mega-moe[demo] brings it)"
-        in capsys.readouterr().err
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
-
-
-def test_run_fails_on_a_wrong_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(schedule(columns=(0,)), tmp_path / "t", monkeypatch) == 1
-    assert (
-        "schedule: 2 faults, the first of them\n  rank 0 chunk 0 down e0 m2 n1: no products"
-        in capsys.readouterr().out
-    )
-
-
-def test_several_processes_are_refused(tmp_path: Path) -> None:
-    options = trace_run.Options(SHAPES["tiny"], 65, 1)
-    with pytest.raises(ValueError, match=r"got 2 processes, wanted one; --virtual-ranks"):
-        trace.run(options, trace.Files.of(tmp_path / "t"), Context(torch.device("cpu"), None, 0, 2))
