@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mega_moe.bench import trace_chrome, trace_draw
 from mega_moe.bench.trace_check import order_faults, tile_faults, tiles_of
-from mega_moe.bench.trace_events import read
+from mega_moe.bench.trace_events import Trace, read
 from mega_moe.bench.trace_kinds import KINDS, ROLES, Index, Kind, State, code, event_name, tile
 from mega_moe.bench.trace_spans import Spans
 from mega_moe.bench.trace_summary import edges_of, summarise
@@ -228,8 +229,26 @@ def test_chrome_file_has_a_process_per_cta_and_a_thread_per_role(tmp_path: Path)
     assert len(complete) == 22
     (down,) = (event for event in complete if event["name"] == "down e3 m7 n2" and event["pid"] == 1)
     assert (down["tid"], down["ts"], down["dur"]) == (MATH_1, 6.5, 2.0)
-    assert down["args"] == {"chunk": 0, "expert": 3, "index": tile(7, 2)}
+    assert down["args"] == {"kind": 7, "chunk": 0, "expert": 3, "index": tile(7, 2)}
     assert down["cat"] == "down,products"
+
+
+@pytest.mark.parametrize("arrays", [[], [two_tiles()], [two_tiles(), two_tiles()[:, :, :3]]])
+def test_a_written_trace_reads_as_it_was(arrays: list[Tensor], tmp_path: Path) -> None:
+    made = read(arrays)
+    trace_chrome.write(made, tmp_path / "t.json", {"layer": "made up"})
+    again, notes = trace_chrome.load(tmp_path / "t.json")
+    assert notes == {"layer": "made up"}
+    for field in fields(Trace):
+        want, got = getattr(made, field.name), getattr(again, field.name)
+        assert torch.equal(got, want) if isinstance(want, Tensor) else got == want, field.name
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "no json", '{"otherData": {}, "traceEvents": []}'])
+def test_another_file_is_no_trace(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ValueError, match=r"t\.json: no trace of this tool"):
+        trace_chrome.load(tmp_path / "t.json")
 
 
 def test_chrome_file_of_nothing_is_json(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from mega_moe._backends import facts
 from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe.bench import main, trace, trace_run
+from mega_moe.bench import main, trace, trace_file, trace_run
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import SHAPES
 from mega_moe.bench.trace_check import tiles_of
@@ -141,6 +141,22 @@ def test_a_trace_with_dropped_events_is_not_judged(
     dropped = replace(schedule(columns=(0,)), full_lanes=((0, 1, 2),))
     assert run(dropped, tmp_path / "t", monkeypatch) == 0
     assert "schedule: not judged, since events were dropped" in capsys.readouterr().out
+
+
+def test_a_written_trace_is_summed_up_and_drawn_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs the extra 'demo'")
+    assert run(schedule(), tmp_path / "t", monkeypatch) == 0
+    table = capsys.readouterr().out.split("schedule: right")[0]
+    (tmp_path / "t.png").unlink()
+    assert trace_file.main([str(tmp_path / "t.json")]) == 0
+    assert capsys.readouterr().out == table
+    assert (tmp_path / "t.png").is_file()
+    assert trace_file.main([str(tmp_path / "t.png")]) == 2
+    assert trace_file.main([str(tmp_path / "none.json")]) == 2
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert trace_file.main([str(tmp_path / "t.json")]) == 1
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
