@@ -50,6 +50,10 @@ def moe(
 
     Raises:
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
+
+    The forward of the fused backend does not wait for the device. What it meets there, an expert id out of range or a
+    rank that refuses or does not come, makes y NaN and raises in the next call on this buffer, backward included, or in
+    ``buffer.check()``; a bad id in this call where MEGA_MOE_DEBUG=1.
     """
     try:
         _check(x, topk_idx, topk_weights, w_gate_up, w_down, buffer, activation_clamp, backend, grad_buffers)

@@ -45,7 +45,7 @@ class MoEBuffer:
             name raises BackendRefusedError with all reasons where it does not fit. ``reason`` tells what was taken.
         dtype: of x and the weights, as far as it decides the choice of the backend.
         device: where x lives; default: the current GPU if the group can serve it, else the CPU.
-        num_reserved_sms: SMs that the fused kernels leave to others (NCCL on another stream).
+        num_reserved_sms: SMs that the fused kernels leave to others: NCCL's blocks, where it runs on another stream.
         arrival_timeout: seconds to wait for a rank that has not come to a call; default: the group's time-out.
         progress_timeout: seconds that a kernel waits for anything else, once all ranks have come to the call.
         strict: True forbids falling back from the fused backend; default: MEGA_MOE_STRICT.
@@ -202,7 +202,7 @@ class MoEBuffer:
 
     @property
     def stager(self) -> str:
-        """'kernel' where the staging kernel prepares each call, 'torch' where plain operators do."""
+        """'kernel' where a kernel stages each call's inputs, alone or in the fused one; 'torch' for plain operators."""
         return self._live().stages_by
 
     @property
@@ -236,7 +236,8 @@ class MoEBuffer:
     def check(self) -> None:
         """Wait for the device and raise what a past call could not report at once: a bad expert id, a lost rank.
 
-        The plain backends report everything in the call itself, the routing kernel nothing.
+        The plain backends report everything in the call itself, the kernels of `mega_moe.route` and of the fused
+        forward nothing.
         """
         self._live()
         self._router.check()

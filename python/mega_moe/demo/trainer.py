@@ -19,6 +19,8 @@ from mega_moe.demo.parallel import Ranks, clip_gradients, is_expert, local, shar
 # Relative L2 change from which a weight counts as moved. One Adam step at the first learning rate of the warm-up is
 # about this large; a weight without a gradient stays exactly where it was, because there is no weight decay.
 MOVED = 1e-3
+# FSDP2 gathers weights with NCCL on another stream while the experts run: a fused launch must leave its blocks room.
+RESERVED_SMS = 16
 
 
 class StepResult(NamedTuple):
@@ -57,6 +59,7 @@ class Trainer:
             backend=backend,
             dtype=self._dtype(),
             device=ranks.device,
+            num_reserved_sms=RESERVED_SMS if ranks.world_size > 1 else 0,
         )
         num_local_experts = config.num_experts // ranks.ep_size
         self.first_expert = ranks.expert_rank * num_local_experts
