@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends import faults, kernel_rank, plan, symmetric
-from mega_moe._backends.control import LocalControl
+from mega_moe._backends import faults, kernel_build, kernel_rank, plan, symmetric
+from mega_moe._backends.control import Control, LocalControl
 from mega_moe._backends.decide import Verdict
 from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.reference import ReferenceArithmetic
@@ -35,7 +35,10 @@ class Launch(NamedTuple):
 
 
 class FakeKernels:
-    """What `library.require()` gives. ``report`` makes the next launches leave a record, as a kernel would."""
+    """What `library.require()` gives. ``report`` makes the next launches leave a record, as a kernel would.
+
+    With several ranks y is zero: nothing travels.
+    """
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -102,6 +105,10 @@ class FakeKernels:
             Launch("forward", len(x), self._ordering, clamp, num_sms, delay_seed, (trace, trace_bytes)),
             record,
         )
+        summary.zero_()
+        if len(buffers) > 1:
+            y.zero_()
+            return
         request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
         plain = PlainExecutor(
             request, ReferenceArithmetic("bf16"), TorchStager(num_experts), LocalControl(), LocalTransport()
@@ -110,7 +117,6 @@ class FakeKernels:
         y.copy_(plain.forward(x, topk_idx.masked_fill(wrong, -1), topk_weights, w_gate_up, w_down, clamp))
         if wrong.any():
             y.fill_(float("nan"))
-        summary.zero_()
 
     def _launched(self, launch: Launch, record: int) -> None:
         self.launches.append(launch)
@@ -130,8 +136,8 @@ class _Stream:
         pass
 
 
-@pytest.fixture
-def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernels]:
+@contextlib.contextmanager
+def faked_kernels() -> Iterator[FakeKernels]:
     """`MoEBuffer(device="cpu", backend="fused")` works, and everything that it launches is noted."""
     fake = FakeKernels()
 
@@ -141,21 +147,33 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernels]:
     def decide(request: Request, facts: Any, named: str | None = None) -> tuple[Verdict, ...]:
         return (Verdict("fused", note=NOTE), Verdict("grouped"), Verdict("reference"))
 
-    monkeypatch.setattr(library, "require", lambda: fake)
-    monkeypatch.setattr(plan, "decide", decide)
-    monkeypatch.setattr(plan, "why_no_kernel_router", lambda request, facts: [])
-    monkeypatch.setattr(
-        kernel_rank, "_new_record", lambda: torch.zeros(faults.RECORD_WORDS, dtype=torch.int64)
-    )
-    monkeypatch.setattr(kernel_rank, "in_order", fake._in_order)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
-    monkeypatch.setattr(symmetric, "_ALIGNMENT", 64)  # what torch gives on a CPU
+    def of_group(
+        nbytes: int, device: torch.device, group: Any, control: Control
+    ) -> symmetric.SymmetricMemory:
+        memory = symmetric.allocate(nbytes, device)
+        return symmetric.SymmetricMemory(memory, [memory.data_ptr()] * control.size)
+
     layouts = (symmetric.symmetric_layout, symmetric.workspace_layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "require", lambda: fake)
+        patch.setattr(plan, "decide", decide)
+        patch.setattr(plan, "why_no_kernel_router", lambda request, facts: [])
+        patch.setattr(kernel_build, "of_group", of_group)
+        patch.setattr(kernel_rank, "_new_record", lambda: torch.zeros(faults.RECORD_WORDS, dtype=torch.int64))
+        patch.setattr(kernel_rank, "in_order", fake._in_order)
+        patch.setattr(torch.cuda, "synchronize", synchronize)
+        patch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream())
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+        patch.setattr(symmetric, "_ALIGNMENT", 64)  # what torch gives on a CPU
+        for layout in layouts:
+            layout.cache_clear()
+        yield fake
     for layout in layouts:
         layout.cache_clear()
-    yield fake
-    for layout in layouts:
-        layout.cache_clear()
+
+
+@pytest.fixture
+def fake_kernels() -> Iterator[FakeKernels]:
+    with faked_kernels() as fake:
+        yield fake
