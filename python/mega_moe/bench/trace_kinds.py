@@ -42,14 +42,15 @@ class Kind:
     part: str
     state: State
     index: Index = Index.NONE
-    after: int = 0  # of a tile: the kind that must have ended before, for all tiles of the same rows
+    after: int = 0  # of a tile: the kind that must have ended before, for all tiles of the same rows. Not told of loads:
+    # the clock is read a little after the count that they wait for, so that some would seem to begin too early.
 
 
 _TABLE = (
     Kind(1, "wait for gate/up inputs", "gate/up", State.WAIT, Index.TILE),
     Kind(2, "wait for down inputs", "down", State.WAIT, Index.TILE),
     Kind(3, "load gate/up", "gate/up", State.COPY, Index.TILE),
-    Kind(4, "load down", "down", State.COPY, Index.TILE, after=8),
+    Kind(4, "load down", "down", State.COPY, Index.TILE),
     Kind(5, "wait for turn", "turn", State.WAIT, Index.TILE),
     Kind(6, "gate/up", "gate/up", State.PRODUCTS, Index.TILE),
     Kind(7, "down", "down", State.PRODUCTS, Index.TILE, after=8),
