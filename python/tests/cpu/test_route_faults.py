@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from mega_moe._backends import faults
@@ -124,3 +127,22 @@ def test_only_lost_ranks_end_a_buffer() -> None:
 
 def test_unknown_kind_is_shown() -> None:
     assert "unknown kind" in str(decode(record(9, 99, 1, 2, 3), LIMITS))
+
+
+def camel(name: str) -> str:
+    return "k" + name.title().replace("_", "")
+
+
+def test_numbers_are_those_of_the_kernels() -> None:
+    """Every role and kind of the kernels' header has its number, and its own words, here."""
+    header = (Path(__file__).resolve().parents[3] / "kernels" / "layout" / "record.h").read_text()
+    known = {camel(name): value for name, value in vars(faults).items() if name.isupper()}
+    for enum in ("Role", "Kind"):
+        body = header.split(f"enum class {enum}")[1].split("};")[0]
+        numbers = {name: int(value) for name, value in re.findall(r"(k\w+) = (\d+),", body)}
+        assert numbers
+        assert {name: known.get(name) for name in numbers} == numbers, enum
+        if enum == "Role":
+            waiting = [number for name, number in numbers.items() if name != "kPublish"]
+            for role in waiting:
+                assert f"role {role}" not in str(decode(record(role, faults.PROGRESS, 1, 2, 3), LIMITS))
