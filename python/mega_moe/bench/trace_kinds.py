@@ -42,8 +42,11 @@ class Kind:
     part: str
     state: State
     index: Index = Index.NONE
-    after: int = 0  # of a tile: the kind that must have ended before, for all tiles of the same rows. Not told of loads:
-    # the clock is read a little after the count that they wait for, so that some would seem to begin too early.
+    after: int = 0
+    """Of a tile: the kind that must have ended before, for all tiles of the same rows.
+
+    Not told of loads: the clock is read a little after the count that they wait for, so that some would seem early.
+    """
 
 
 _TABLE = (
