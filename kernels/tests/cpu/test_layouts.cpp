@@ -30,8 +30,8 @@ constexpr std::int64_t whole_pool(std::int64_t ranks) {
 }
 
 // Peers of one buffer must agree on these, so they are fixed here and not derived.
-static_assert(layout::make_symmetric(symmetric(1)).total == 136578816);
-static_assert(layout::make_symmetric(symmetric(8)).total == 606348032);
+static_assert(layout::make_symmetric(symmetric(1)).total == 69469952);
+static_assert(layout::make_symmetric(symmetric(8)).total == 606364416);
 static_assert(layout::make_symmetric(symmetric(8))[layout::kStaging] == 1581568);
 static_assert(layout::make_workspace(workspace(1, whole_pool(1))).parts[layout::kSlots].bytes == 1179648);
 static_assert(workspace(8, whole_pool(8)).chunks() == 1);
@@ -109,6 +109,11 @@ void test_layouts() {
             check_parts(layout::make_symmetric(s), canaries);
             layout::WorkspaceShape w = workspace(ranks, whole_pool(ranks));
             w.canaries = canaries;
+            check_parts(layout::make_workspace(w), canaries);
+            w.intermediate = 768;  // with pools, in turn where there are several chunks
+            check_parts(layout::make_workspace(w), canaries);
+            w.pool_rows = layout::pad_rows(w.smallest_pool());
+            CHECK(ranks > 8 || w.pools() == 2, "%lld pools", static_cast<long long>(w.pools()));
             check_parts(layout::make_workspace(w), canaries);
         }
     }

@@ -18,9 +18,9 @@ const void* no_kernel() {
 }
 
 constexpr Variant kTable[] = {
-    {"a", Op::kStage, Precision::kBf16, "90a", 90, 256, 4, &no_kernel},
-    {"b", Op::kStage, Precision::kFp8, "90a", 90, 256, 4, &no_kernel},
-    {"c", Op::kStage, Precision::kFp8, "103a", 103, 256, 4, &no_kernel},
+    {"a", Op::kStage, Precision::kBf16, "90a", 90, 256, 4, 0, &no_kernel},
+    {"b", Op::kStage, Precision::kFp8, "90a", 90, 256, 4, 0, &no_kernel},
+    {"c", Op::kStage, Precision::kFp8, "103a", 103, 256, 4, 0, &no_kernel},
 };
 
 const char* selected(Op op, Precision precision, int compute_capability) {
