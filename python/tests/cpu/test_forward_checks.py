@@ -76,7 +76,7 @@ CHECKS = {
     "rounding": Check(
         values,
         values.test_smoke_rounding_points,
-        (2,),
+        (2, 384),
         ("rows swapped", "weights rounded", "weighted too late"),
     ),
     "ranks": Check(values, values.test_ranks_do_not_change_the_result, (4,), ("ulp in a large batch",)),
@@ -86,16 +86,22 @@ CHECKS = {
     "weights of 0": Check(
         inputs, inputs.test_slots_of_weight_zero_are_as_if_masked, (1,), ("weight missing",)
     ),
-    "clamp": Check(inputs, inputs.test_clamp, (1, 0.25), ("clamp ignored",)),
-    "no clamp": Check(inputs, inputs.test_clamp, (4, float("inf")), ("weight missing",)),
+    "clamp": Check(inputs, inputs.test_clamp, (1, 0.25, 384), ("clamp ignored",)),
+    "no clamp": Check(inputs, inputs.test_clamp, (4, float("inf"), 384), ("weight missing",)),
     "large values": Check(inputs, inputs.test_small_and_large_values, (1, 100.0), ("sigmoid overflows",)),
     "zeros": Check(inputs, inputs.test_small_and_large_values, (4, 0.0), ("unwritten",)),
     "tiny values": Check(inputs, inputs.test_small_and_large_values, (4, 1e-25), ("unwritten",)),
     "NaN": Check(
-        inputs, inputs.test_smoke_a_token_that_is_no_number_stays_alone, (4, float("nan")), ("NaN spreads",)
+        inputs,
+        inputs.test_smoke_a_token_that_is_no_number_stays_alone,
+        (4, float("nan"), 384),
+        ("NaN spreads",),
     ),
     "Inf": Check(
-        inputs, inputs.test_smoke_a_token_that_is_no_number_stays_alone, (1, float("inf")), ("NaN spreads",)
+        inputs,
+        inputs.test_smoke_a_token_that_is_no_number_stays_alone,
+        (1, float("inf"), 384),
+        ("NaN spreads",),
     ),
     "unused experts": Check(
         inputs, inputs.test_experts_without_tokens_may_hold_anything, (4,), ("next expert leaks",)
@@ -103,25 +109,28 @@ CHECKS = {
     "inputs": Check(inputs, inputs.test_inputs_are_left_alone, (4,), ("input overwritten",)),
     "one token": Check(inputs, inputs.test_every_slot_of_a_token_on_one_expert, (4,), ("row dropped",)),
     "other tokens": Check(
-        batch, batch.test_smoke_other_tokens, (2,), ("ulp in a large batch", "pad row leaks")
+        batch, batch.test_smoke_other_tokens, (2, 384), ("ulp in a large batch", "pad row leaks")
     ),
     "other rank": Check(batch, batch.test_the_rank_it_comes_from, (2,), ("ulp in a large batch",)),
     "chunks": Check(
-        batch, batch.test_chunks, (2, "random"), ("ulp in chunks", "chunk lost", "ulp in a repeat")
+        batch, batch.test_chunks, (2, "random", 384), ("ulp in chunks", "chunk lost", "ulp in a repeat")
     ),
     "empty chunks": Check(batch, batch.test_a_chunk_for_each_block, (), ("chunk lost", "ulp in chunks")),
-    "SMs": Check(batch, batch.test_number_of_sms, (2, (66, 31, 2), "random"), ("ulp with few SMs",)),
+    "SMs": Check(batch, batch.test_number_of_sms, (2, (66, 31, 2), "random", 384), ("ulp with few SMs",)),
     "launches": Check(
         repeat,
         repeat.test_thousand_launches,
-        (2, "many chunks"),
+        (2, "many chunks", 384),
         ("ulp in a repeat", "stale result", "token lost", "ulp in a large batch"),
     ),
     "repeats": Check(repeat, repeat.test_repeats_of_models, (2, 40, 256, 128, 9), ("ulp in a repeat",)),
     "memory": Check(
-        repeat, repeat.test_smoke_what_memory_held_before, (2, "one chunk"), ("pad row leaks", "unwritten")
+        repeat,
+        repeat.test_smoke_what_memory_held_before,
+        (2, "one chunk", 384),
+        ("pad row leaks", "unwritten"),
     ),
-    "delays": Check(repeat, repeat.test_delays, (2, "many chunks"), ("ulp when delayed", "token lost")),
+    "delays": Check(repeat, repeat.test_delays, (2, "many chunks", 384), ("ulp when delayed", "token lost")),
 }
 
 
@@ -129,7 +138,7 @@ def test_cases_of_the_memory_checker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memcheck_forward, "new_ranks", _stand_in.StandIn)
-    memcheck_forward.main(2, CPU)
+    memcheck_forward.main(1, CPU)
     assert "all results right" in capsys.readouterr().out
 
 

@@ -5,30 +5,37 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ._forward import Layer, assert_right, assert_same_bits, random_experts, random_layer
+from ._forward import LONG, SHORT, Layer, assert_right, assert_same_bits, random_experts, random_layer
 from ._forward_ranks import new_ranks, shape_of, smallest_pool
 from ._virtual import random_ids
 
 pytestmark = pytest.mark.timeout(60, method="thread")
 
+EXTENTS = pytest.mark.parametrize("intermediate", [SHORT, LONG])
 FEW, MANY, BLOCKS = 512, 1400, 40  # tokens of the first rank, and blocks of 128
 
 
 def layer_of(
-    device: torch.device, num_ranks: int, tokens: int, kind: str = "random", experts: int = 16
+    device: torch.device,
+    num_ranks: int,
+    tokens: int,
+    kind: str = "random",
+    experts: int = 16,
+    intermediate: int = SHORT,
 ) -> Layer:
     counts = [max(tokens - 40 * rank, 3) for rank in range(num_ranks)]
     return random_layer(
         random_ids(kind, counts, 4, experts, device),
-        random_experts(device, experts, 512, 384),
+        random_experts(device, experts, 512, intermediate),
         weights="signed",
     )
 
 
+@EXTENTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_smoke_other_tokens(cuda_device: torch.device, num_ranks: int) -> None:
+def test_smoke_other_tokens(cuda_device: torch.device, num_ranks: int, intermediate: int) -> None:
     """Alone, among the first, among those after it, and in another order."""
-    layer = layer_of(cuda_device, num_ranks, FEW)
+    layer = layer_of(cuda_device, num_ranks, FEW, intermediate=intermediate)
     sizes = [len(own) for own in layer.x]
     ranks = new_ranks(cuda_device, layer)
     want = ranks.forward(layer)
@@ -62,11 +69,12 @@ def test_the_rank_it_comes_from(cuda_device: torch.device, num_ranks: int) -> No
     ranks.check()
 
 
+@EXTENTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("kind", ["random", "one expert", "one rank"])
-def test_chunks(cuda_device: torch.device, num_ranks: int, kind: str) -> None:
+def test_chunks(cuda_device: torch.device, num_ranks: int, kind: str, intermediate: int) -> None:
     """The smallest pools that hold a block of all ranks, half again as much, and one chunk for all."""
-    layer = layer_of(cuda_device, num_ranks, MANY, kind)
+    layer = layer_of(cuda_device, num_ranks, MANY, kind, intermediate=intermediate)
     least = smallest_pool(shape_of(layer))
     want = None
     for pool in (0, least, least + least // 256 * 128, 2 * least + 128):
@@ -97,14 +105,15 @@ def test_a_chunk_for_each_block(cuda_device: torch.device) -> None:
     ranks.check()
 
 
+@EXTENTS
 @pytest.mark.parametrize(
     ("num_ranks", "numbers"), [(1, (132, 131, 130, 64, 33, 8, 2)), (2, (66, 31, 4, 2)), (8, (16, 3, 2))]
 )
 @pytest.mark.parametrize("kind", ["random", "one rank"])
 def test_number_of_sms(
-    cuda_device: torch.device, num_ranks: int, numbers: tuple[int, ...], kind: str
+    cuda_device: torch.device, num_ranks: int, numbers: tuple[int, ...], kind: str, intermediate: int
 ) -> None:
-    layer = layer_of(cuda_device, num_ranks, FEW, kind)
+    layer = layer_of(cuda_device, num_ranks, FEW, kind, intermediate=intermediate)
     ranks = new_ranks(cuda_device, layer, pool_rows=smallest_pool(shape_of(layer)))
     want = None
     for number in numbers:

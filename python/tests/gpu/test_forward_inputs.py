@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ._forward import Layer, assert_right, assert_same_bits, random_experts, random_layer, same_bits
+from ._forward import (
+    LONG,
+    SHORT,
+    Layer,
+    assert_right,
+    assert_same_bits,
+    random_experts,
+    random_layer,
+    same_bits,
+)
 from ._forward_ranks import new_ranks
 from ._virtual import random_ids
 
@@ -18,12 +27,17 @@ RANKS = pytest.mark.parametrize("num_ranks", [1, 4])
 
 
 def layer_of(
-    device: torch.device, num_ranks: int, *, top_k: int = 3, weights: str = "signed", kind: str = "random"
+    device: torch.device,
+    num_ranks: int,
+    *,
+    weights: str = "signed",
+    kind: str = "random",
+    intermediate: int = SHORT,
 ) -> Layer:
     """Three slots: the rows of ids and weights then start at odd multiples of their size."""
     tokens = [200 - 30 * rank for rank in range(num_ranks)]
     return random_layer(
-        random_ids(kind, tokens, top_k, 8, device), random_experts(device, 8, 512, 384), weights=weights
+        random_ids(kind, tokens, 3, 8, device), random_experts(device, 8, 512, intermediate), weights=weights
     )
 
 
@@ -107,9 +121,10 @@ def test_slots_of_weight_zero_are_as_if_masked(cuda_device: torch.device, num_ra
 
 
 @RANKS
+@pytest.mark.parametrize("intermediate", [SHORT, LONG])
 @pytest.mark.parametrize("clamp", [0.25, 1.0, float("inf")])
-def test_clamp(cuda_device: torch.device, num_ranks: int, clamp: float) -> None:
-    layer = layer_of(cuda_device, num_ranks, weights="positive")
+def test_clamp(cuda_device: torch.device, num_ranks: int, clamp: float, intermediate: int) -> None:
+    layer = layer_of(cuda_device, num_ranks, weights="positive", intermediate=intermediate)
     ranks = new_ranks(cuda_device, layer)
     plain = ranks.forward(layer)
     clamped = ranks.forward(replace(layer, clamp=clamp))
@@ -139,12 +154,13 @@ def test_small_and_large_values(cuda_device: torch.device, num_ranks: int, size:
 
 
 @RANKS
+@pytest.mark.parametrize("intermediate", [SHORT, LONG])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_smoke_a_token_that_is_no_number_stays_alone(
-    cuda_device: torch.device, num_ranks: int, value: float
+    cuda_device: torch.device, num_ranks: int, value: float, intermediate: int
 ) -> None:
     """It reaches its own y and no other; masked, not even that."""
-    layer = layer_of(cuda_device, num_ranks)
+    layer = layer_of(cuda_device, num_ranks, intermediate=intermediate)
     layer.ids[0][9] = -1
     ranks = new_ranks(cuda_device, layer)
     clean = ranks.forward(layer)

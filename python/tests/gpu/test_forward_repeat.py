@@ -11,12 +11,13 @@ from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
 from mega_moe._backends.symmetric import symmetric_layout, workspace_layout
 
-from ._forward import Layer, assert_right, assert_same_bits, random_experts, random_layer
+from ._forward import LONG, SHORT, Layer, assert_right, assert_same_bits, random_experts, random_layer
 from ._forward_ranks import ForwardRanks, new_ranks, shape_of, smallest_pool
 from ._virtual import HUGE, NAN, NUMBER, random_ids
 
 pytestmark = pytest.mark.timeout(90, method="thread")
 
+EXTENTS = pytest.mark.parametrize("intermediate", [SHORT, LONG])
 MOST, STEPS = 1500, 1000  # tokens of each rank, launches
 FEW, SEEDS = 700, 40
 
@@ -43,8 +44,10 @@ class Counted:
         return [int(own) for own in self.wrong]
 
 
-def layers_of(device: torch.device, num_ranks: int, most: int, kinds: tuple[str, ...] = KINDS) -> list[Layer]:
-    experts = random_experts(device, 16, 512, 256)
+def layers_of(
+    device: torch.device, num_ranks: int, most: int, kinds: tuple[str, ...] = KINDS, intermediate: int = SHORT
+) -> list[Layer]:
+    experts = random_experts(device, 16, 512, intermediate)
     return [
         random_layer(
             random_ids(kind, [most] * num_ranks, 4, 16, device, seed), experts, weights="signed", seed=seed
@@ -53,11 +56,12 @@ def layers_of(device: torch.device, num_ranks: int, most: int, kinds: tuple[str,
     ]
 
 
+@EXTENTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
-def test_thousand_launches(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
+def test_thousand_launches(cuda_device: torch.device, num_ranks: int, chunks: str, intermediate: int) -> None:
     """T and routing change with every launch and nothing waits in between; each result is that of a larger call."""
-    layers = layers_of(cuda_device, num_ranks, MOST)
+    layers = layers_of(cuda_device, num_ranks, MOST, intermediate=intermediate)
     pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
     ranks = new_ranks(cuda_device, layers[0], pool_rows=pool)
     want = []
@@ -104,11 +108,14 @@ def test_repeats_of_models(
     ranks.check()
 
 
+@EXTENTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
-def test_smoke_what_memory_held_before(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
+def test_smoke_what_memory_held_before(
+    cuda_device: torch.device, num_ranks: int, chunks: str, intermediate: int
+) -> None:
     """All of it but the state, before each call: NaN, 3e38, a number. And what y held."""
-    layers = layers_of(cuda_device, num_ranks, FEW)
+    layers = layers_of(cuda_device, num_ranks, FEW, intermediate=intermediate)
     pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
     ranks = new_ranks(cuda_device, layers[0], pool_rows=pool)
     for layer, kind in zip(layers, KINDS):
@@ -126,11 +133,12 @@ def test_smoke_what_memory_held_before(cuda_device: torch.device, num_ranks: int
             ranks.check()
 
 
+@EXTENTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
-def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
+def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str, intermediate: int) -> None:
     """Pauses at random places of the communication, in memory that holds NaN: orders that a quiet GPU never shows."""
-    layers = layers_of(cuda_device, num_ranks, FEW, ("random", "duplicates"))
+    layers = layers_of(cuda_device, num_ranks, FEW, ("random", "duplicates"), intermediate)
     pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
     ranks = new_ranks(cuda_device, layers[0], pool_rows=pool)
     want = [ranks.forward(layer) for layer in layers]

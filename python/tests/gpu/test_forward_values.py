@@ -11,7 +11,17 @@ from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
 
 from ._emulated import emulated
-from ._forward import TOLERANCE, Layer, assert_right, exact, random_experts, random_layer, same_bits
+from ._forward import (
+    LONG,
+    SHORT,
+    TOLERANCE,
+    Layer,
+    assert_right,
+    exact,
+    random_experts,
+    random_layer,
+    same_bits,
+)
 from ._forward_ranks import new_ranks, shape_of, smallest_pool
 from ._virtual import random_ids
 
@@ -38,6 +48,7 @@ CASES = {
     "16 slots": Case(512, 384, 8, 16),
     "H 7168": Case(7168, 256, 2, 4),
     "I 1408": Case(1024, 1408, 2, 3),
+    "I 1536": Case(256, LONG, 3, 4),
     "48 experts each": Case(256, 128, 48, 8),
 }
 
@@ -174,14 +185,15 @@ def single_entries(ids: list[torch.Tensor], experts: tuple[torch.Tensor, torch.T
     return Layer(xs, layer.ids, layer.weights, gate_up * 30, kept)
 
 
+@pytest.mark.parametrize("intermediate", [SHORT, LONG])
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_smoke_rounding_points(cuda_device: torch.device, num_ranks: int) -> None:
+def test_smoke_rounding_points(cuda_device: torch.device, num_ranks: int, intermediate: int) -> None:
     """Each token, row and column where it belongs, and every value rounded where the definition says.
 
     Only the exponential is not exact: it may flip the rounding of h, in less than five of a thousand values.
     """
     ids = random_ids("random", [300 - 20 * rank for rank in range(num_ranks)], 4, 16, cuda_device)
-    layer = single_entries(ids, random_experts(cuda_device, 16, 512, 384))
+    layer = single_entries(ids, random_experts(cuda_device, 16, 512, intermediate))
     want = emulated(layer)
     ranks = new_ranks(cuda_device, layer)
     for rank, (got, expected) in enumerate(zip(ranks.forward(layer), want)):
