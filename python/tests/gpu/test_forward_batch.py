@@ -107,7 +107,7 @@ def test_a_chunk_for_each_block(cuda_device: torch.device) -> None:
 
 @EXTENTS
 @pytest.mark.parametrize(
-    ("num_ranks", "numbers"), [(1, (132, 131, 130, 64, 33, 8, 2)), (2, (66, 31, 4, 2)), (8, (16, 3, 2))]
+    ("num_ranks", "numbers"), [(1, (132, 131, 130, 78, 64, 33, 8, 2)), (2, (66, 31, 4, 2)), (8, (16, 3, 2))]
 )
 @pytest.mark.parametrize("kind", ["random", "one rank"])
 def test_number_of_sms(

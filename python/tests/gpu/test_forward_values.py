@@ -29,6 +29,7 @@ from ._virtual import random_ids
 pytestmark = pytest.mark.timeout(90, method="thread")
 
 FEW = 700
+LARGEST = 8192  # H
 TOKENS = (0, 1, 7, 63, 64, 65, 127, 128, 129, 4096)
 
 
@@ -72,13 +73,41 @@ def test_any_number_of_tokens(cuda_device: torch.device, name: str, num_ranks: i
     ranks.check()
 
 
-def test_384_experts_of_one_rank(cuda_device: torch.device) -> None:
-    layer = random_layer(
-        random_ids("random", [1000], 8, 384, cuda_device), random_experts(cuda_device, 384, 256, 128)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("extent", ["hidden", "intermediate"])
+def test_every_extent(cuda_device: torch.device, extent: str, num_ranks: int) -> None:
+    """Multiples of 256 for H and of 128 for I, with every number of columns of tiles and of bytes of a row."""
+    sizes = range(256, LARGEST + 1, 256) if extent == "hidden" else range(128, LARGEST // 2 + 1, 128)
+    for size in sizes:
+        hidden, intermediate = (size, 128) if extent == "hidden" else (256, size)
+        top_k = 1 + size // 128 % 7
+        ids = random_ids("random", [70] * num_ranks, top_k, 8, cuda_device)
+        layer = random_layer(ids, random_experts(cuda_device, 8, hidden, intermediate))
+        ranks = new_ranks(cuda_device, layer)
+        assert_right(layer, ranks.forward(layer))
+        ranks.check()
+
+
+def many_experts(device: torch.device, experts: int) -> Layer:
+    return random_layer(
+        random_ids("random", [300], 8, experts, device), random_experts(device, experts, 256, 128)
     )
+
+
+@pytest.mark.parametrize("experts", [384, 512, 1024])
+def test_many_experts_of_one_rank(cuda_device: torch.device, experts: int) -> None:
+    layer = many_experts(cuda_device, experts)
     ranks = new_ranks(cuda_device, layer)
     assert_right(layer, ranks.forward(layer))
     ranks.check()
+
+
+def test_too_many_experts_are_refused_with_the_reason(cuda_device: torch.device) -> None:
+    layer = many_experts(cuda_device, 2048)
+    with pytest.raises(
+        RuntimeError, match="2048 experts per rank and 300 tokens need [0-9]+ bytes of shared memory"
+    ):
+        new_ranks(cuda_device, layer).forward(layer)
 
 
 # Of the routing: as in random_ids, and experts of odd number without a token, and ranks of odd number without tokens.
