@@ -166,6 +166,7 @@ def test_arguments_are_refused_before_the_launch(cuda_device: torch.device) -> N
     ranks = ranks_of(cuda_device, layer)
     want = ranks.forward(layer)
     x, ids, weights = layer.x[0], layer.ids[0], layer.weights[0]
+    off_by_one = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
     forward = ranks.forwards[0].forward
     for arguments, name in (
         ((x[:, :256].contiguous(), ids, weights, layer.gate_up, layer.down), r"\b(x|w_gate_up)\b"),
@@ -181,6 +182,7 @@ def test_arguments_are_refused_before_the_launch(cuda_device: torch.device) -> N
             "number of tokens is 600",
         ),
         ((x.t().contiguous().t(), ids, weights, layer.gate_up, layer.down), r"\b(x|y)\b"),
+        ((off_by_one, ids, weights, layer.gate_up, layer.down), r"\bx\b.*16"),
     ):
         with pytest.raises(RuntimeError, match=name):
             forward(*arguments)
