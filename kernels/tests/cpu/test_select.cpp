@@ -17,10 +17,22 @@ const void* no_kernel() {
     return nullptr;
 }
 
+constexpr Variant variant(const char* name, Op op, Precision precision, const char* architecture,
+                          int compute_capability) {
+    Variant made{};
+    made.name = name;
+    made.op = op;
+    made.precision = precision;
+    made.architecture = architecture;
+    made.compute_capability = compute_capability;
+    made.kernel = &no_kernel;
+    return made;
+}
+
 constexpr Variant kTable[] = {
-    {"a", Op::kStage, Precision::kBf16, "90a", 90, 256, 4, 0, &no_kernel},
-    {"b", Op::kStage, Precision::kFp8, "90a", 90, 256, 4, 0, &no_kernel},
-    {"c", Op::kStage, Precision::kFp8, "103a", 103, 256, 4, 0, &no_kernel},
+    variant("a", Op::kStage, Precision::kBf16, "90a", 90),
+    variant("b", Op::kStage, Precision::kFp8, "90a", 90),
+    variant("c", Op::kStage, Precision::kFp8, "103a", 103),
 };
 
 const char* selected(Op op, Precision precision, int compute_capability) {
