@@ -31,7 +31,8 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "route(Tensor topk_idx, Tensor topk_weights, Tensor(a!) summary, int[] buffers, int workspace, int "
         "record, "
-        "int max_tokens, int num_experts, int hidden, int intermediate, int pool_rows, bool quantise, bool home, "
+        "int max_tokens, int num_experts, int hidden, int intermediate, int pool_rows, bool quantise, bool "
+        "home, "
         "bool "
         "canaries, int rank, "
         "int num_sms, int arrival_ns, int progress_ns, int refused_tokens, bool weighted) -> ()");

@@ -32,17 +32,17 @@ constexpr RouteShape kAnyShape{128, 1, 1, 8, 0, 1, 256, false, false, false};
 std::vector<int64_t> symmetric_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
                                       int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
                                       bool quantise, bool home, bool canaries) {
-    return flattened(
-        mega_moe::symmetric_layout(checked_shape(Checker("symmetric_layout"), max_tokens, top_k, num_experts,
-                                                 hidden, intermediate, num_ranks, pool_rows, quantise, home, canaries)));
+    return flattened(mega_moe::symmetric_layout(checked_shape(Checker("symmetric_layout"), max_tokens, top_k,
+                                                              num_experts, hidden, intermediate, num_ranks,
+                                                              pool_rows, quantise, home, canaries)));
 }
 
 std::vector<int64_t> workspace_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
                                       int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
                                       bool quantise, bool home, bool canaries) {
-    return flattened(
-        mega_moe::workspace_layout(checked_shape(Checker("workspace_layout"), max_tokens, top_k, num_experts,
-                                                 hidden, intermediate, num_ranks, pool_rows, quantise, home, canaries)));
+    return flattened(mega_moe::workspace_layout(checked_shape(Checker("workspace_layout"), max_tokens, top_k,
+                                                              num_experts, hidden, intermediate, num_ranks,
+                                                              pool_rows, quantise, home, canaries)));
 }
 
 std::string symmetric_parts() {

@@ -21,6 +21,7 @@ constexpr int kCtasPerCluster = 2;
 Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
                  const layout::Layout<layout::kWorkspaceParts>& parts, device::ForwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
+    constexpr std::uint32_t kHeight = layout::kTileRows;
     const std::int64_t hidden = local.hidden;
     const std::int64_t intermediate = local.intermediate;
     const void* x_pool = workspace + parts[layout::kXPool];
@@ -35,10 +36,10 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
         device::TensorMap& map;
     };
     const Map maps[] = {
-        {"x pool", x_pool, rows, hidden, 64, p.x_load},
-        {"x pool", x_pool, rows, hidden, 32, p.x_half_load},
-        {"h pool", h_pool, rows, intermediate, 64, p.h_load},
-        {"h pool", h_pool, rows, intermediate, 32, p.h_half_load},
+        {"x pool", x_pool, rows, hidden, kHeight, p.x_load},
+        {"x pool", x_pool, rows, hidden, kHeight / 2, p.x_half_load},
+        {"h pool", h_pool, rows, intermediate, kHeight, p.h_load},
+        {"h pool", h_pool, rows, intermediate, kHeight / 2, p.h_half_load},
         {"w_gate_up", problem.w_gate_up, local.num_local * 2 * intermediate, hidden, 128, p.gate_up_load},
         {"w_down", problem.w_down, local.num_local * hidden, intermediate, 128, p.down_load},
         {"h pool", h_pool, rows, intermediate, 16, p.h_store},
@@ -64,8 +65,8 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
         return error_status("num_sms is %lld, must be at most the device's %d",
                             static_cast<long long>(route.num_sms), facts.num_sms);
     }
-    const std::int64_t sms = std::min<std::int64_t>(route.num_sms == 0 ? facts.num_sms : route.num_sms,
-                                                    layout::kMaxCtas);
+    const std::int64_t sms =
+        std::min<std::int64_t>(route.num_sms == 0 ? facts.num_sms : route.num_sms, layout::kMaxCtas);
     const std::int64_t ctas = sms / kCtasPerCluster * kCtasPerCluster;
     if (ctas == 0) return error_status("num_sms is %lld, must be at least 2", static_cast<long long>(sms));
 
@@ -108,14 +109,16 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
                                   p.route.max_blocks, p.route.one_chunk)
             .total;
     const layout::ForwardShared shared = layout::make_forward_shared(variant->stages);
-    if (routing > shared.barriers || shared.total > facts.max_shared_bytes) {
+    if (routing > shared.ring || shared.total > facts.max_shared_bytes) {
         return error_status(
-            "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has %d "
+            "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has "
+            "%d "
             "of its %d; the device gives a block %d",
-            p.route.num_local, static_cast<long long>(route.shape.max_tokens), static_cast<long long>(routing),
-            shared.barriers, shared.total, facts.max_shared_bytes);
+            p.route.num_local, static_cast<long long>(route.shape.max_tokens),
+            static_cast<long long>(routing), shared.ring, shared.total, facts.max_shared_bytes);
     }
-    return launch_clusters(*variant, static_cast<unsigned>(ctas), kCtasPerCluster, shared.total, &p, route.stream);
+    return launch_clusters(*variant, static_cast<unsigned>(ctas), kCtasPerCluster, shared.total, &p,
+                           route.stream);
 }
 
 }  // namespace mega_moe

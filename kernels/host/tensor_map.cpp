@@ -37,11 +37,10 @@ Status map_rows(const char* what, const void* data, std::int64_t rows, std::int6
     const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
     const cuuint32_t box[2] = {64, box_rows};
     const cuuint32_t steps[2] = {1, 1};
-    const CUresult result =
-        encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-               const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+                                   const_cast<void*>(data), extents, strides, box, steps,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return ok_status();
     return error_status("%s: cuTensorMapEncodeTiled of [%lld, %lld] at %p: error %d", what,
                         static_cast<long long>(rows), static_cast<long long>(columns), data,

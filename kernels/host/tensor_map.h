@@ -6,8 +6,8 @@
 
 namespace mega_moe {
 
-// Row-major bf16 [rows, columns], 16-byte aligned, as boxes of box_rows x 64 columns that land with the 128-byte
-// swizzle. `what` names the tensor in an error.
+// Row-major bf16 [rows, columns], 16-byte aligned, as boxes of box_rows x 64 columns that land with the
+// 128-byte swizzle. `what` names the tensor in an error.
 Status map_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                 std::uint32_t box_rows, device::TensorMap& map) noexcept;
 

@@ -4,12 +4,11 @@
 #include "layout/host_device.h"
 #include "layout/routing.h"
 
-// Laws of the pools, where the rows of a chunk lie by slot, and of the counters that say how far each block of
-// rows is. A slot is numbered over all chunks; its row in a pool is that of its chunk's part of the pool.
+// Laws of the pools, where the rows of a chunk lie by slot, and of the counters that say how far each block
+// of rows is. A slot is numbered over all chunks; its row in a pool is that of its chunk's part of the pool.
 namespace mega_moe::layout {
 
-inline constexpr int kRowBlock = 64;  // rows that one CTA multiplies, and one counter covers
-static_assert(kPadRows % (2 * kRowBlock) == 0, "a cluster's rows are of one expert");
+inline constexpr int kRowBlock = 64;  // rows that a warpgroup multiplies, and one counter covers
 
 // Words that many CTAs add to lie a cache line apart.
 inline constexpr int kCounterLine = 32;
@@ -21,6 +20,7 @@ inline constexpr int kCounterLine = 32;
 //   gate_up_done   [row blocks]: warps that stored their part of h
 //   down_done      [row blocks]: warps that stored their part of the outputs
 enum CounterTicket {
+    kTileTicket,  // next tile after each cluster's first
     kPushTicket,  // next entry of push_list
     kHomeTicket,  // next own token to sum
     kCounterTickets

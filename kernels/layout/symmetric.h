@@ -25,9 +25,9 @@ enum SymmetricPart {
     kPublishedIds,  // uint16 [2][max_tokens, top_k]: expert ids of launch n in bank n % 2
     kPublishedWeights,  // fp32 [2][max_tokens, top_k]
     kStaging,           // layout/staging.h
-    kXFlags,            // uint64 [num_ranks][max_blocks]: launch whose x of the block the rank has staged; zero
-    kSentFlags,         // uint64 [num_ranks][max_blocks]: launch whose sums of the block the rank has sent; zero
-    kHome,              // bf16 [max_tokens, num_ranks, hidden]: sums that ranks send to a token
+    kXFlags,     // uint64 [num_ranks][max_blocks]: launch whose x of the block the rank has staged; zero
+    kSentFlags,  // uint64 [num_ranks][max_blocks]: launch whose sums of the block the rank has sent; zero
+    kHome,       // bf16 [max_tokens, num_ranks, hidden]: sums that ranks send to a token
     kSymmetricParts
 };
 

@@ -6,10 +6,9 @@
 
 // Which tile of the layer's products a ticket means: the order in which the clusters of a rank take tiles. A
 // unit is one expert in one chunk; unit = chunk * num_local + expert. A cluster is two CTAs, and a tile of a
-// cluster is a tile of kRowBlock rows x one block of columns for each.
+// cluster is a tile of `height` rows x one block of columns for each.
 namespace mega_moe::layout {
 
-inline constexpr int kClusterRows = 2 * kRowBlock;
 // Row blocks of clusters that share a block of weights in L2 before the next block of weights is read.
 inline constexpr int kRasterBlocks = 8;
 
@@ -17,14 +16,14 @@ inline constexpr int kRasterBlocks = 8;
 // ---------------------------------------------------------------------
 // Whole clusters take the rows in pairs of blocks and share the weights. Where the last pair would have one
 // block only, the two CTAs share the rows instead and take two blocks of columns.
-MEGA_MOE_LAW int num_pairs(int rows) {
-    return rows / kClusterRows + (rows % kClusterRows > kRowBlock ? 1 : 0);
+MEGA_MOE_LAW int num_pairs(int rows, int height) {
+    return rows / (2 * height) + (rows % (2 * height) > height ? 1 : 0);
 }
-MEGA_MOE_LAW bool has_tail(int rows) {
-    return rows % kClusterRows > 0 && rows % kClusterRows <= kRowBlock;
+MEGA_MOE_LAW bool has_tail(int rows, int height) {
+    return rows % (2 * height) > 0 && rows % (2 * height) <= height;
 }
-MEGA_MOE_LAW int num_tiles(int rows, int columns) {
-    return num_pairs(rows) * columns + (has_tail(rows) ? (columns + 1) / 2 : 0);
+MEGA_MOE_LAW int num_tiles(int rows, int columns, int height) {
+    return num_pairs(rows, height) * columns + (has_tail(rows, height) ? (columns + 1) / 2 : 0);
 }
 
 // What one CTA of the cluster does.
@@ -35,19 +34,19 @@ struct CtaTile {
     bool live;      // false for the second CTA of a tail whose number of columns is odd
 };
 
-MEGA_MOE_LAW CtaTile cta_tile(int index, int cta, int rows, int columns) {
-    const int pairs = num_pairs(rows);
+MEGA_MOE_LAW CtaTile cta_tile(int index, int cta, int rows, int columns, int height) {
+    const int pairs = num_pairs(rows, height);
     if (index >= pairs * columns) {
         const int column = 2 * (index - pairs * columns) + cta;
-        return {pairs * kClusterRows, column, true, column < columns};
+        return {pairs * 2 * height, column, true, column < columns};
     }
     const int group = index / (kRasterBlocks * columns);
     const int first = group * kRasterBlocks;
-    const int height = pairs - first < kRasterBlocks ? pairs - first : kRasterBlocks;
+    const int count = pairs - first < kRasterBlocks ? pairs - first : kRasterBlocks;
     const int within = index - first * columns;
-    const int column = within / height;
-    const int pair = first + (within - column * height);
-    return {pair * kClusterRows + cta * kRowBlock, column, false, true};
+    const int column = within / count;
+    const int pair = first + (within - column * count);
+    return {pair * 2 * height + cta * height, column, false, true};
 }
 
 // --- order of the units
@@ -65,13 +64,15 @@ struct TileRun {
 // ready; in between lie gate/up tiles of later units. A unit is never started before all units of the chunk
 // two before its own are through, since they use the same part of the pools: a tile then waits for lower
 // tickets and communication alone.
-//   Rows: int operator()(int unit), rows of the unit; int next(int unit), first unit >= unit that has rows, or
-//   the number of units. All CTAs of a rank walk alike.
+//   Rows: int operator()(int unit), rows of the unit; int next(int unit), first unit >= unit that has rows,
+//   or the number of units. All CTAs of a rank walk alike.
 class TileWalk {
   public:
-    MEGA_MOE_LAW TileWalk(int units, int num_local, int gate_up_columns, int down_columns, int lag)
+    MEGA_MOE_LAW TileWalk(int units, int num_local, int height, int gate_up_columns, int down_columns,
+                          int lag)
         : units_(units),
           num_local_(num_local),
+          height_(height),
           gate_up_columns_(gate_up_columns),
           down_columns_(down_columns),
           lag_(lag) {}
@@ -88,13 +89,13 @@ class TileWalk {
         const bool may_start = up_ < units_ && up_ / num_local_ <= down_ / num_local_ + 1;
         const bool down = up_ > down_ && (ahead_ >= lag_ || !may_start);
         const int unit = down ? down_ : up_;
-        const int height = rows(unit);
-        const TileRun run{unit, height, down, ticket_,
-                          num_tiles(height, down ? down_columns_ : gate_up_columns_)};
+        const int here = rows(unit);
+        const TileRun run{unit, here, down, ticket_,
+                          num_tiles(here, down ? down_columns_ : gate_up_columns_, height_)};
         ticket_ += run.tiles;
         if (down) {
             down_ = rows.next(down_ + 1);
-            if (down_ < up_) ahead_ -= num_tiles(rows(down_), gate_up_columns_);
+            if (down_ < up_) ahead_ -= num_tiles(rows(down_), gate_up_columns_, height_);
         } else {
             if (up_ > down_) ahead_ += run.tiles;
             up_ = rows.next(up_ + 1);
@@ -105,6 +106,7 @@ class TileWalk {
   private:
     int units_;
     int num_local_;
+    int height_;
     int gate_up_columns_;
     int down_columns_;
     int lag_;

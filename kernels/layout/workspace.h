@@ -58,9 +58,9 @@ enum WorkspacePart {
 };
 
 enum SyncWord {
-    kRecordEpochWord,   // launch of the last record
-    kBadIdEpochWord,    // last launch of this rank with a bad id
-    kBarrierWord = 16,  // CTAs that arrived in launch n, at word kBarrierWord + n % 2 * kBarrierStride
+    kRecordEpochWord,         // launch of the last record
+    kBadIdEpochWord,          // last launch of this rank with a bad id
+    kBarrierWord = 16,        // CTAs that arrived in launch n, at word kBarrierWord + n % 2 * kBarrierStride
     kTablesBarrierWord = 48,  // CTAs whose part of the tables is written; zeroed by each launch that uses it
 };
 inline constexpr int kBarrierStride =

@@ -17,11 +17,6 @@ struct RingCursor {
             parity ^= 1;
         }
     }
-    __device__ __forceinline__ void skip(int steps) {
-        at += steps;
-        parity ^= static_cast<std::uint32_t>(at / Count) & 1;
-        at %= Count;
-    }
 };
 
 }  // namespace mega_moe::device

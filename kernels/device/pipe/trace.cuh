@@ -26,8 +26,8 @@ class Tracer<true> {
     __device__ __forceinline__ Tracer(const TraceBuffer& buffer, TraceRole role, bool writes)
         : left_(writes ? buffer.capacity : 0) {
         constexpr auto kRoles = static_cast<std::int64_t>(TraceRole::kCount);
-        next_ = buffer.rows +
-                (std::int64_t{blockIdx.x} * kRoles + static_cast<std::int64_t>(role)) * buffer.capacity * 3;
+        next_ = buffer.rows + (std::int64_t{ptx::cta_id()} * kRoles + static_cast<std::int64_t>(role)) *
+                                  buffer.capacity * 3;
     }
     __device__ __forceinline__ void start() { start_ = ptx::global_timer(); }
     // Ends an event, and starts the next at the same time.

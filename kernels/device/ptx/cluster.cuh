@@ -14,6 +14,18 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// Writes a word at the same offset in block `rank` of the cluster, and counts its 4 bytes towards the barrier
+// at the same offset there, where they must be announced.
+__device__ __forceinline__ void send_shared_at(uint32_t shared, uint32_t barrier, uint32_t rank, uint32_t v) {
+    asm volatile(
+        "{\n.reg .b32 to, there;\n"
+        "mapa.shared::cluster.u32 to, %0, %2;\n"
+        "mapa.shared::cluster.u32 there, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %3, [there];\n}" ::"r"(shared),
+        "r"(barrier), "r"(rank), "r"(v)
+        : "memory");
+}
+
 // Writes a word at the same offset in block `rank` of the cluster; a cluster_sync shows it.
 __device__ __forceinline__ void store_shared_at(uint32_t shared, uint32_t rank, uint32_t v) {
     asm volatile(

@@ -9,6 +9,24 @@ __device__ __forceinline__ uint32_t sm_id() {
     return id;
 }
 
+// threadIdx.x, blockIdx.x and gridDim.x, read anew where they are used: a large kernel keeps the built-in
+// forms in registers from their first use to their last, and spills them.
+__device__ __forceinline__ uint32_t thread_id() {
+    uint32_t id;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
+    return id;
+}
+__device__ __forceinline__ uint32_t cta_id() {
+    uint32_t id;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(id));
+    return id;
+}
+__device__ __forceinline__ uint32_t num_ctas() {
+    uint32_t count;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));
+    return count;
+}
+
 __device__ __forceinline__ int64_t sm_clock() {
     int64_t ticks;
     asm volatile("mov.u64 %0, %%clock64;" : "=l"(ticks));

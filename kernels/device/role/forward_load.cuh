@@ -1,47 +1,29 @@
 #pragma once
 #include <cstdint>
 
-#include "device/comm/wait.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/role/forward_schedule.cuh"
 
 namespace mega_moe::device {
 
-// One thread: until the rows that a tile reads are there. After a fault nothing is there any more, and the
-// launch runs to its end without waiting.
-__device__ __forceinline__ void await_input(const ForwardParams& p, std::uint64_t epoch,
-                                            const TileRecord& t, bool& lost) {
-    const bool down = t.kind == kDownTile;
-    const std::int64_t block = t.slot / layout::kRowBlock;
-    const std::uint32_t* counter = p.counters + (down ? p.gate_up_done : p.arrived) + block;
-    const auto wanted = static_cast<std::uint64_t>(down ? p.intermediate / 128 * 4 : t.input_rows);
-    const auto load = [&] { return static_cast<std::uint64_t>(ptx::load_acquire_gpu(counter)); };
-    std::uint64_t seen;
-    if (lost || wait_for(p.route.endpoint, load, wanted, p.route.endpoint.progress_ns, seen)) return;
-    give_up(p.route.endpoint, epoch,
-            {Role::kTileInput, Kind::kProgress, static_cast<std::uint64_t>(block), seen, wanted});
-    lost = true;
-}
-
 // One thread: fills the stages with the operands of this CTA's tiles.
 template <class C>
-__device__ __forceinline__ void load_tiles(const ForwardParams& p, const ForwardShared<C>& shared,
-                                           std::uint64_t epoch, int cta, Tracer<C::kTrace>& tracer) {
+__device__ __forceinline__ void load_tiles(const ForwardParams& p, const ForwardShared<C>& shared, int cta,
+                                           Tracer<C::kTrace>& tracer) {
     constexpr std::uint16_t kBoth = 3;
     RingCursor<C::kStages> stage;
     RingCursor<C::kRing> ring;
-    bool lost = false;
     tracer.start();
     for (;; ring.next()) {
         const TileRecord t = await_record<C>(shared, ring);
         ptx::mbarrier_arrive(shared.ring_empty(ring.at));
         if (t.kind == kNoTile) return;
         const bool down = t.kind == kDownTile;
-        // Of a tail both CTAs load half of the rows, whether or not they have a block of columns.
-        await_input(p, epoch, t, lost);
+        // What the scheduler has seen of the inputs is read by copies.
         ptx::fence_proxy_async_global();
-        tracer.end(down ? TraceKind::kWaitDown : TraceKind::kWaitGateUp, t.chunk, t.expert, trace_index(t));
+        tracer.end(down ? TraceKind::kWaitDown : TraceKind::kWaitGateUp, t.chunk, t.expert,
+                   trace_index(t, 0));
         const TensorMap* rows = down ? &p.h_load : &p.x_load;
         const TensorMap* half_rows = down ? &p.h_half_load : &p.x_half_load;
         const TensorMap* weights = down ? &p.down_load : &p.gate_up_load;
@@ -56,15 +38,17 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, const Forward
                 ptx::tma_multicast(shared.b(stage.at) + cta * (C::kBytesB / 2), weights, full, kBoth, k,
                                    cta == 0 ? t.weight_row : t.weight_row_2);
             } else {
+                // Both CTAs load half of the rows, whether or not they have a block of columns.
                 ptx::tma_multicast(shared.a(stage.at) + cta * (C::kBytesA / 2), half_rows, full, kBoth, k,
-                                   t.pool_row + cta * (C::kBlockM / 2));
+                                   t.pool_row + cta * (layout::kTileRows / 2));
                 if (loads_weights) {
                     ptx::tma_load(shared.b(stage.at), weights, full, k, t.weight_row);
                     ptx::tma_load(shared.b(stage.at) + C::kBytesB / 2, weights, full, k, t.weight_row_2);
                 }
             }
         }
-        tracer.end(down ? TraceKind::kLoadDown : TraceKind::kLoadGateUp, t.chunk, t.expert, trace_index(t));
+        tracer.end(down ? TraceKind::kLoadDown : TraceKind::kLoadGateUp, t.chunk, t.expert,
+                   trace_index(t, 0));
     }
 }
 

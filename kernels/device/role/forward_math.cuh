@@ -1,4 +1,5 @@
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 #include "device/epilogue/store_rows.cuh"
@@ -11,18 +12,46 @@ namespace mega_moe::device {
 // By one warp: both CTAs may overwrite the stage.
 template <class C>
 __device__ __forceinline__ void release_stage(const ForwardShared<C>& shared, int stage, int lane) {
-    if (lane < C::kClusterSize) ptx::mbarrier_arrive_at(shared.empty(stage), static_cast<std::uint32_t>(lane));
+    if (lane < C::kClusterSize)
+        ptx::mbarrier_arrive_at(shared.empty(stage), static_cast<std::uint32_t>(lane));
 }
 
-// One tile, but for its last products, which are still under way: their stage is returned. A stage is released
-// when the next one's products are under way, so that the tensor cores never run dry.
+// What a math warp has stored and not yet told: to wait for the stores at once would keep it from its next
+// tile.
+struct Unpublished {
+    std::uint32_t* counter = nullptr;
+
+    // By one warp. Written, not only read from the buffer: whoever sees the count reads the rows.
+    __device__ __forceinline__ void publish(int lane) {
+        if (counter != nullptr && lane == 0) {
+            ptx::bulk_wait<0>();
+            ptx::add_release_gpu(counter, 1);
+        }
+        counter = nullptr;
+    }
+    // Before a wait that may depend on it, if only by way of other CTAs.
+    __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity, int lane) {
+        if (counter != nullptr && !ptx::mbarrier_test(barrier, parity)) publish(lane);
+        ptx::mbarrier_wait(barrier, parity);
+    }
+};
+
+// By then a tile's stores are written, and to publish them is no wait.
+inline constexpr int kPublishBlock = 1;
+
+// One tile, but for its last products, which are still under way: their stage is returned. A stage is
+// released when the next one's products are under way, so that the tensor cores never run dry. `a_offset`
+// bytes into a stage are the warpgroup's rows; without any it just passes the stages on.
 template <class C>
 __device__ __forceinline__ int multiply_tile(float (&d)[128], const ForwardShared<C>& shared,
-                                             RingCursor<C::kStages>& stage, int k_blocks, int lane) {
+                                             RingCursor<C::kStages>& stage, int k_blocks,
+                                             std::uint32_t a_offset, bool any_rows, Unpublished& unpublished,
+                                             int lane) {
     int previous = 0;
     for (int k_block = 0; k_block < k_blocks; ++k_block) {
         ptx::mbarrier_wait(shared.full(stage.at), stage.parity);
-        multiply_stage(d, shared.a(stage.at), shared.b(stage.at));
+        if (any_rows) multiply_stage(d, shared.a(stage.at) + a_offset, shared.b(stage.at));
+        if (k_block == kPublishBlock) unpublished.publish(lane);
         ptx::wgmma_wait<1>();
         if (k_block > 0) release_stage<C>(shared, previous, lane);
         previous = stage.at;
@@ -31,28 +60,25 @@ __device__ __forceinline__ int multiply_tile(float (&d)[128], const ForwardShare
     return previous;
 }
 
-// One warpgroup: every other tile of this CTA. The other warpgroup multiplies while this one stores.
+// One warpgroup: its part of this CTA's tiles.
 template <class C>
 __device__ __forceinline__ void multiply_tiles(const ForwardParams& p, const ForwardShared<C>& shared,
                                                Tracer<C::kTrace>& tracer) {
     const int lane = static_cast<int>(ptx::lane_id());
-    const int math_warp = static_cast<int>(threadIdx.x) / 32 - 4;
+    const int math_warp = static_cast<int>(ptx::thread_id()) / 32 - 4;
     const int warpgroup = math_warp / 4;
-    const int warp_row = math_warp % 4 * 16;
+    const int first_row = warpgroup * layout::kRowBlock;  // of the tile
+    const int warp_row = first_row + math_warp % 4 * 16;
     RingCursor<C::kStages> stage;
     RingCursor<C::kRing> ring;
-    std::uint32_t turn_parity = warpgroup == 0 ? 1 : 0;  // the first warpgroup's first turn needs no leave
-    bool own = warpgroup == 0;
+    Unpublished unpublished;
     tracer.start();
-    for (;; ring.next(), own = !own) {
+    for (;; ring.next()) {
+        unpublished.wait(shared.ring_full(ring.at), ring.parity, lane);
         const TileRecord t = await_record<C>(shared, ring);
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(shared.ring_empty(ring.at));
-        if (t.kind == kNoTile) return;
-        if (!own) {
-            stage.skip(t.k_blocks);
-            continue;
-        }
+        if (t.kind == kNoTile) break;
         float weight[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -66,38 +92,36 @@ __device__ __forceinline__ void multiply_tiles(const ForwardParams& p, const For
 #pragma unroll
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
-        ptx::mbarrier_wait(shared.turn(warpgroup), turn_parity);
-        turn_parity ^= 1;
-        // Here and not in the loop alone, so that a trace tells waiting for operands from products.
-        if constexpr (C::kTrace) ptx::mbarrier_wait(shared.full(stage.at), stage.parity);
-        if (t.rows > 0) tracer.end(TraceKind::kWaitTurn, t.chunk, t.expert, trace_index(t));
-        const int last_stage = multiply_tile<C>(d, shared, stage, t.k_blocks, lane);
-        if (lane == 0) ptx::mbarrier_arrive(shared.turn(1 - warpgroup));
+        unpublished.wait(shared.full(stage.at), stage.parity, lane);
+        const bool any_rows = t.rows > first_row;
+        if (any_rows) tracer.end(TraceKind::kWaitTurn, t.chunk, t.expert, trace_index(t, first_row));
+        const int last_stage = multiply_tile<C>(d, shared, stage, t.k_blocks,
+                                                static_cast<std::uint32_t>(first_row * kOperandRowBytes),
+                                                any_rows, unpublished, lane);
         ptx::wgmma_wait<0>();
         release_stage<C>(shared, last_stage, lane);
-        if (t.rows > 0) {
-            tracer.end(t.kind == kDownTile ? TraceKind::kDown : TraceKind::kGateUp, t.chunk, t.expert,
-                       trace_index(t));
-            const std::uint32_t buffer = shared.store_buffer(math_warp);
-            const std::int64_t block = t.slot / layout::kRowBlock;
-            std::uint32_t* done = p.counters + block;
-            if (t.kind == kGateUpTile) {
-                swiglu_tile(d, weight, p.clamp);
-                store_rows<2>(d, &p.h_store, buffer, t.column, t.pool_row + warp_row, lane);
-                done += p.gate_up_done;
-            } else {
-                store_rows<4>(d, &p.o_store, buffer, t.column, t.pool_row + warp_row, lane);
-                done += p.down_done;
-            }
-            if (lane == 0) {
-                // Written, not only read from the buffer: whoever sees the count reads the rows.
-                ptx::bulk_wait<0>();
-                ptx::add_release_gpu(done, 1);
-            }
-            tracer.end(t.kind == kDownTile ? TraceKind::kStoreDown : TraceKind::kStoreGateUp, t.chunk,
-                       t.expert, trace_index(t));
+        if (!any_rows) continue;
+        const bool down = t.kind == kDownTile;
+        tracer.end(down ? TraceKind::kDown : TraceKind::kGateUp, t.chunk, t.expert,
+                   trace_index(t, first_row));
+        const std::uint32_t buffer = shared.store_buffer(math_warp);
+        unpublished.counter = p.counters + (t.slot + first_row) / layout::kRowBlock;
+        if (down) {
+            store_rows<4>(d, &p.o_store, buffer, t.column, t.pool_row + warp_row, lane);
+            unpublished.counter += p.down_done;
+        } else {
+            // Five instructions of fifteen per element, which without a clamp do nothing.
+            if (p.clamp < INFINITY)
+                swiglu_tile<true>(d, weight, p.clamp);
+            else
+                swiglu_tile<false>(d, weight, p.clamp);
+            store_rows<2>(d, &p.h_store, buffer, t.column, t.pool_row + warp_row, lane);
+            unpublished.counter += p.gate_up_done;
         }
+        tracer.end(down ? TraceKind::kStoreDown : TraceKind::kStoreGateUp, t.chunk, t.expert,
+                   trace_index(t, first_row));
     }
+    unpublished.publish(lane);
 }
 
 }  // namespace mega_moe::device

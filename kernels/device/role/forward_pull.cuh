@@ -4,164 +4,200 @@
 #include "device/comm/wait.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/fence.cuh"
-#include "device/role/forward_schedule.cuh"
+#include "device/ptx/global_memory.cuh"
+#include "device/role/forward_rows.cuh"
 
-// Dispatch: rows of x from their ranks into the pool, each token once, whatever number of experts it has here.
+// Dispatch: rows of x from their ranks into the pool, each token once, whatever number of experts it has
+// here.
 namespace mega_moe::device {
-
-// Pauses at random places, so that tests meet orders that a quiet machine never shows.
-__device__ __forceinline__ void maybe_delay(std::uint32_t seed, std::uint32_t index) {
-    if (seed == 0) return;
-    std::uint32_t h = (index + blockIdx.x * 7919u) * 2654435761u ^ seed;
-    h ^= h >> 15;
-    h *= 2246822519u;
-    if (h >> 28 == 0) ptx::sleep_ns(h >> 12 & 0x7FFF);
-}
-
-// One chunk as the communication warps see it.
-struct ChunkView {
-    int first_resident;
-    int residents;
-    int row_of_slot;  // row in the pools minus slot
-};
-
-__device__ __forceinline__ ChunkView view_chunk(const ForwardParams& p, int chunk) {
-    const std::int32_t* row = p.route.chunk_table + std::int64_t{chunk} * layout::kChunkWords;
-    return {table_word(row, layout::kChunkFirstResident), table_word(row, layout::kChunkResidents),
-            static_cast<int>(layout::chunk_first_row(chunk, p.pool_rows)) -
-                table_word(row, layout::kChunkFirstSlot)};
-}
-
-// A resident token and, in lane i, its i-th slot here.
-struct ResidentToken {
-    int token;
-    int rank;
-    int rows;
-    int slot;
-};
-
-__device__ __forceinline__ ResidentToken load_resident(const RouteParams& r, const std::uint64_t* list, int at) {
-    const std::uint64_t entry = ptx::load_relaxed_gpu(list + at);
-    const auto low = static_cast<std::uint32_t>(entry);
-    ResidentToken t{};
-    t.token = static_cast<int>(low & 0xFFFFF);
-    t.rank = static_cast<int>(low >> 20 & 31);
-    t.rows = static_cast<int>(low >> 25 & 15) + 1;
-    const auto lane = static_cast<int>(ptx::lane_id());
-    if (lane < t.rows)
-        t.slot = static_cast<int>(ptx::load_relaxed_gpu(r.slot_list + (entry >> 32) + lane));
-    return t;
-}
 
 // A piece of a token's row on its way through one of the buffers.
 struct PullPiece {
-    ResidentToken from;
+    TokenRows of;
     int offset;  // bytes into the row
     int bytes;
     bool last;  // of the row
 };
 
-// One warp: waits, in lane 0, for one word. After a fault it waits no more.
-template <class Load>
-__device__ __forceinline__ void await_word(const Endpoint& e, std::uint64_t epoch, const Load& load,
-                                           std::uint64_t wanted, Role role, std::uint64_t index, bool& lost) {
+// One warp: until all ranks have staged all of their x, which they do before they route. After a fault
+// nothing is there any more.
+__device__ __forceinline__ void await_staged_x(const ForwardParams& p, std::uint64_t epoch, bool& lost) {
+    const RouteParams& r = p.route;
+    const Endpoint& e = r.endpoint;
+    if (e.num_ranks == 1) return;
+    for (int rank = 0; rank < e.num_ranks; ++rank) {
+        const auto tokens = table_word(r.summary, layout::kSummaryWords + rank);
+        const auto blocks = static_cast<int>(layout::num_blocks(tokens));
+        for (int block = static_cast<int>(ptx::lane_id()); block < blocks; block += 32) {
+            const std::int64_t index = std::int64_t{rank} * r.max_blocks + block;
+            const std::uint64_t* flag = e.at<std::uint64_t>(e.rank, p.x_flags) + index;
+            std::uint64_t seen;
+            if (lost || wait_for(e, [&] { return ptx::load_acquire_sys(flag); }, epoch, e.progress_ns, seen))
+                continue;
+            give_up(e, epoch,
+                    {Role::kPullSource, Kind::kProgress, static_cast<std::uint64_t>(index), seen, epoch});
+            lost = true;
+        }
+        lost = ptx::any(lost);
+    }
+    ptx::fence_proxy_async_global();
+    __syncwarp();
+}
+
+// One warp: until the part of the pools that a chunk takes is free again.
+__device__ __forceinline__ void await_free_chunk(const ForwardParams& p, std::uint64_t epoch, int chunk,
+                                                 bool& lost) {
+    if (chunk < 2) return;
+    const Endpoint& e = p.route.endpoint;
+    const std::uint32_t* sent = p.counters + p.sent + chunk - 2;
+    const auto wanted = static_cast<std::uint64_t>(view_chunk(p, chunk - 2).residents);
     if (ptx::lane_id() == 0 && !lost) {
         std::uint64_t seen;
+        const auto load = [&] { return static_cast<std::uint64_t>(ptx::load_acquire_gpu(sent)); };
         if (!wait_for(e, load, wanted, e.progress_ns, seen)) {
-            give_up(e, epoch, {role, Kind::kProgress, index, seen, wanted});
+            give_up(e, epoch,
+                    {Role::kChunkFree, Kind::kProgress, static_cast<std::uint64_t>(chunk), seen, wanted});
             lost = true;
         }
     }
     lost = ptx::any(lost);
 }
 
+// One warp: its share of the rows of a chunk, in the order of `Rows`, by bulk copies through its buffers. The
+// load of a piece is under way while the piece before it is stored.
+template <class C, class Rows>
+class Puller {
+  public:
+    __device__ __forceinline__ Puller(const ForwardParams& params, const ForwardShared<C>& map)
+        : p(params), shared(map), row_bytes(params.hidden * 2) {}
+
+    __device__ __forceinline__ void pull_chunk(const ChunkView& view, int chunk, int first, int step,
+                                               Tracer<C::kTrace>& tracer) {
+        Rows rows(p, view, chunk, first, step);
+        PullPiece next{};
+        if (!rows.next(next.of)) return;
+        resize(next);
+        load(next);
+        PullPiece before{};
+        for (bool more = true; more;) {
+            const PullPiece piece = next;
+            if (piece.last) {
+                next.offset = 0;
+                more = rows.next(next.of);
+            } else {
+                next.offset += piece.bytes;
+            }
+            if (more) {
+                resize(next);
+                maybe_delay(p.delay_seed, static_cast<std::uint32_t>(next.of.token));
+                // The stores that read the next buffer before.
+                ptx::bulk_wait_read<C::kPullBuffers - 2>();
+                __syncwarp();
+                load(next);
+            }
+            ptx::mbarrier_wait(shared.pulled(landing_.at), landing_.parity);
+            if (lane() < piece.of.rows) {
+                const std::int64_t row = piece.of.slot + view.row_of_slot;
+                ptx::bulk_store(p.x_pool + row * row_bytes + piece.offset, shared.pull_buffer(landing_.at),
+                                static_cast<std::uint32_t>(piece.bytes));
+            }
+            ptx::bulk_commit();
+            landing_.next();
+            ptx::bulk_wait<1>();
+            arrive(before);
+            before = piece;
+            tracer.end(TraceKind::kPull, chunk, 0, piece.of.token);
+        }
+        ptx::bulk_wait<0>();
+        arrive(before);
+        __syncwarp();
+    }
+
+  private:
+    static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
+
+    __device__ __forceinline__ void resize(PullPiece& piece) const {
+        piece.bytes = min(row_bytes - piece.offset, C::kPullBytes);
+        piece.last = piece.offset + piece.bytes == row_bytes;
+    }
+    __device__ __forceinline__ void load(const PullPiece& piece) {
+        if (lane() == 0) {
+            const Endpoint& e = p.route.endpoint;
+            const std::byte* x = e.num_ranks > 1 ? e.at<const std::byte>(piece.of.rank, p.x_staged) : p.x;
+            ptx::mbarrier_arrive_expect(shared.pulled(loading_.at), static_cast<std::uint32_t>(piece.bytes));
+            ptx::bulk_load(shared.pull_buffer(loading_.at),
+                           x + std::int64_t{piece.of.token} * row_bytes + piece.offset,
+                           static_cast<std::uint32_t>(piece.bytes), shared.pulled(loading_.at));
+        }
+        __syncwarp();
+        loading_.next();
+    }
+    __device__ __forceinline__ void arrive(const PullPiece& piece) const {
+        if (piece.last && lane() < piece.of.rows)
+            ptx::add_release_gpu(p.counters + p.arrived + piece.of.slot / layout::kRowBlock, 1);
+    }
+
+    const ForwardParams& p;
+    const ForwardShared<C>& shared;
+    int row_bytes;
+    RingCursor<C::kPullBuffers> loading_;
+    RingCursor<C::kPullBuffers> landing_;
+};
+
+// Rows that each warp copies before the roles part, with a single rank.
+inline constexpr int kFirstRowsPerWarp = 2;
+
+// All warps, with a single rank: the first rows of the first chunk, so that the first tiles need not wait for
+// a few warps.
+template <class C>
+__device__ __forceinline__ void copy_first_rows(const ForwardParams& p) {
+    constexpr int kVectors = 8;  // in flight per lane
+    const ChunkView view = view_chunk(p, 0);
+    const int warp = static_cast<int>(ptx::thread_id()) / 32;
+    const auto ctas = static_cast<int>(ptx::num_ctas());
+    const int row_bytes = p.hidden * 2;
+    const int lane_bytes = static_cast<int>(ptx::lane_id()) * 16;
+    SlotsInOrder rows(p, view, 0, warp * ctas + static_cast<int>(ptx::cta_id()), C::kThreads / 32 * ctas);
+    TokenRows t{};
+    for (int i = 0; i < kFirstRowsPerWarp && rows.next(t); ++i) {
+        const std::byte* from = p.x + std::int64_t{t.token} * row_bytes;
+        std::byte* to = p.x_pool + (std::int64_t{t.slot} + view.row_of_slot) * row_bytes;
+        for (int at = lane_bytes; at < row_bytes; at += kVectors * 512) {
+            uint4 v[kVectors];
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j)
+                if (at + j * 512 < row_bytes) v[j] = ptx::load_stream(from + at + j * 512);
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j)
+                if (at + j * 512 < row_bytes) ptx::store(to + at + j * 512, v[j]);
+        }
+        ptx::fence_proxy_async_global();
+        __syncwarp();
+        if (ptx::lane_id() == 0) ptx::add_release_gpu(p.counters + p.arrived + t.slot / layout::kRowBlock, 1);
+    }
+}
+
 // One warp: this CTA's share of all chunks.
 template <class C>
 __device__ __forceinline__ void pull_rows(const ForwardParams& p, const ForwardShared<C>& shared,
                                           std::uint64_t epoch, Tracer<C::kTrace>& tracer) {
-    const RouteParams& r = p.route;
-    const Endpoint& e = r.endpoint;
-    const auto lane = static_cast<int>(ptx::lane_id());
-    const int row_bytes = p.hidden * 2;
-    const int num_chunks = table_word(r.summary, layout::kSummaryChunks);
-    RingCursor<C::kPullBuffers> loading;
-    RingCursor<C::kPullBuffers> landing;
+    const int num_chunks = table_word(p.route.summary, layout::kSummaryChunks);
+    const auto cta = static_cast<int>(ptx::cta_id());
+    const auto ctas = static_cast<int>(ptx::num_ctas());
     bool lost = false;
     tracer.start();
-
-    const auto begin = [&](const PullPiece& piece) {
-        const ResidentToken& t = piece.from;
-        if (e.num_ranks > 1 && piece.offset == 0) {
-            const std::int64_t index = std::int64_t{t.rank} * r.max_blocks + t.token / layout::kBlockTokens;
-            const std::uint64_t* flag = e.at<std::uint64_t>(e.rank, p.x_flags) + index;
-            await_word(e, epoch, [&] { return ptx::load_acquire_sys(flag); }, epoch, Role::kPullSource,
-                       static_cast<std::uint64_t>(index), lost);
-            ptx::fence_proxy_async_global();
-        }
-        if (lane == 0) {
-            const std::byte* x = e.num_ranks > 1 ? e.at<const std::byte>(t.rank, p.x_staged) : p.x;
-            ptx::mbarrier_arrive_expect(shared.pulled(loading.at), static_cast<std::uint32_t>(piece.bytes));
-            ptx::bulk_load(shared.pull_buffer(loading.at), x + std::int64_t{t.token} * row_bytes + piece.offset,
-                           static_cast<std::uint32_t>(piece.bytes), shared.pulled(loading.at));
-        }
-        __syncwarp();
-        loading.next();
-    };
-    const auto arrive = [&](const PullPiece& piece) {
-        if (piece.last && lane < piece.from.rows)
-            ptx::add_release_gpu(p.counters + p.arrived + piece.from.slot / layout::kRowBlock, 1);
-    };
-
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
-        const ChunkView view = view_chunk(p, chunk);
-        if (chunk >= 2) {
-            // The rows of the chunk before the last one lie where this one's go.
-            const std::uint32_t* sent = p.counters + p.sent + chunk - 2;
-            const auto wanted = static_cast<std::uint64_t>(view_chunk(p, chunk - 2).residents);
-            await_word(e, epoch, [&] { return std::uint64_t{ptx::load_acquire_gpu(sent)}; }, wanted,
-                       Role::kChunkFree, static_cast<std::uint64_t>(chunk), lost);
+    await_staged_x(p, epoch, lost);
+    const auto pull_all = [&](auto puller, int copied) {
+        for (int chunk = 0; chunk < num_chunks; ++chunk) {
+            await_free_chunk(p, epoch, chunk, lost);
             tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
+            puller.pull_chunk(view_chunk(p, chunk), chunk, cta + (chunk == 0 ? copied : 0), ctas, tracer);
         }
-        const std::uint64_t* list = r.pull_list + view.first_resident;
-        int at = static_cast<int>(blockIdx.x);
-        if (at >= view.residents) continue;
-        PullPiece next{load_resident(r, list, at), 0, min(row_bytes, C::kPullBytes), row_bytes <= C::kPullBytes};
-        PullPiece before{};
-        begin(next);
-        for (bool more = true; more;) {
-            const PullPiece piece = next;
-            if (!piece.last) {
-                next.offset += piece.bytes;
-            } else {
-                at += static_cast<int>(gridDim.x);
-                more = at < view.residents;
-                if (more) next = {load_resident(r, list, at), 0, 0, false};
-            }
-            if (more) {
-                next.bytes = min(row_bytes - next.offset, C::kPullBytes);
-                next.last = next.offset + next.bytes == row_bytes;
-                maybe_delay(p.delay_seed, static_cast<std::uint32_t>(at));
-                // The buffer's last stores have read it.
-                ptx::bulk_wait_read<0>();
-                __syncwarp();
-                begin(next);
-            }
-            ptx::mbarrier_wait(shared.pulled(landing.at), landing.parity);
-            if (lane < piece.from.rows) {
-                const std::int64_t row = piece.from.slot + view.row_of_slot;
-                ptx::bulk_store(p.x_pool + row * row_bytes + piece.offset, shared.pull_buffer(landing.at),
-                                static_cast<std::uint32_t>(piece.bytes));
-            }
-            ptx::bulk_commit();
-            landing.next();
-            ptx::bulk_wait<1>();
-            arrive(before);
-            before = piece;
-            tracer.end(TraceKind::kPull, chunk, 0, at);
-        }
-        ptx::bulk_wait<0>();
-        arrive(before);
-    }
+    };
+    if (p.route.endpoint.num_ranks == 1)
+        pull_all(Puller<C, SlotsInOrder>(p, shared), kFirstRowsPerWarp * (C::kThreads / 32) * ctas);
+    else
+        pull_all(Puller<C, TokensInOrder>(p, shared), 0);
 }
 
 }  // namespace mega_moe::device

@@ -1,16 +1,18 @@
 #pragma once
 #include <cstdint>
 
-#include "device/role/forward_pull.cuh"
+#include "device/comm/wait.cuh"
+#include "device/role/forward_rows.cuh"
 #include "device/role/forward_sum.cuh"
 #include "device/role/route_ids.cuh"
 
-// Combine: each resident token's outputs are summed here and travel home once; there the sums of the ranks are
-// added. With one rank the first sum is the result.
+// Combine: each resident token's outputs are summed here and travel home once; there the sums of the ranks
+// are added. With one rank the first sum is the result.
 namespace mega_moe::device {
 
 // Ranks that hold an expert of an own token, as a mask.
-__device__ __forceinline__ std::uint32_t ranks_of_token(const RouteParams& r, int token, std::uint64_t epoch) {
+__device__ __forceinline__ std::uint32_t ranks_of_token(const RouteParams& r, int token,
+                                                        std::uint64_t epoch) {
     const auto lane = static_cast<int>(ptx::lane_id());
     std::uint32_t mask = 0;
     if (lane < r.top_k) {
@@ -26,39 +28,51 @@ __device__ __forceinline__ std::uint32_t ranks_of_token(const RouteParams& r, in
     return __reduce_or_sync(ptx::kAllLanes, mask);
 }
 
-// One warp's work on both sums, which it takes in turn, whichever is ready. All warps draw from the same lists.
-template <class C>
+// One warp's work on both sums, which it takes in turn, whichever is ready. All warps draw from the same
+// lists.
+template <class C, bool Wide>
 class Combiner {
   public:
     __device__ __forceinline__ Combiner(const ForwardParams& params, std::uint64_t launch)
         : p(params), e(params.route.endpoint), epoch(launch) {
         num_chunks_ = table_word(p.route.summary, layout::kSummaryChunks);
         view_ = view_chunk(p, 0);
+        const ChunkView last = view_chunk(p, num_chunks_ - 1);
+        entries_ = last.first_resident + last.residents;
         bad_ = ptx::load_relaxed_sys(e.sync + layout::kBadIdEpochWord) == epoch;
     }
 
     __device__ __forceinline__ void run(Tracer<C::kTrace>& tracer) {
         tracer.start();
+        ticket_ = draw_raw(layout::kPushTicket);
+        const auto first = static_cast<int>(ptx::from_lane(ticket_, 0));
+        if (first < entries_) entry_ = ptx::load_relaxed_gpu(p.route.push_list + first);
+        after_ticket_ = draw_raw(layout::kPushTicket);
+        fetch_push();
         draw_push();
+        fetch_push();
         draw_home();
         std::int64_t idle_since = 0;
         for (int polls = 0; push_ >= 0 || home_ >= 0; ++polls) {
             const bool pushes = push_ >= 0 && push_ready();
+            if (!pushes) count_pushes();
             if (!pushes && (home_ < 0 || !home_ready())) {
                 if (polls % kPollsPerCheck == 0 && gave_up(idle_since)) return;
                 continue;
             }
             idle_since = 0;
-            tracer.end(pushes ? TraceKind::kWaitPush : TraceKind::kWaitHome, chunk_, 0, pushes ? push_ : home_);
+            tracer.end(pushes ? TraceKind::kWaitPush : TraceKind::kWaitHome, chunk_, 0,
+                       pushes ? push_ : home_);
             const RowSum sum = pushes ? push_sum() : home_sum();
             // What the lanes have seen of counters and flags holds for the whole warp.
             __syncwarp();
-            if (sum.out != nullptr) sum_rows(sum.rows, sum.row, sum.count, sum.out, p.hidden, sum.poison);
+            sum_rows<Wide>(sum, p.hidden);
             __syncwarp();
             tracer.end(pushes ? TraceKind::kPush : TraceKind::kHome, chunk_, 0, pushes ? push_ : home_);
             if (pushes) {
-                count_push();
+                if (++uncounted_ == kPushesPerCount) count_pushes();
                 draw_push();
+                fetch_push();
             } else {
                 draw_home();
             }
@@ -66,29 +80,43 @@ class Combiner {
     }
 
   private:
-    __device__ __forceinline__ int draw(layout::CounterTicket which) {
+    static constexpr std::uint32_t kPushesPerCount = 8;
+
+    // In lane 0.
+    __device__ __forceinline__ std::uint32_t draw_raw(layout::CounterTicket which) {
         std::uint32_t ticket = 0;
         if (ptx::lane_id() == 0)
             ticket = ptx::fetch_add_relaxed_gpu(p.counters + which * layout::kCounterLine, 1);
-        return static_cast<int>(ptx::from_lane(ticket, 0));
+        return ticket;
     }
 
-    // The chunks' entries of push_list follow one another, so tickets number all of them.
+    // The chunks' entries of push_list follow one another, so tickets number all of them. The next entry's
+    // slots, the entry after it and the ticket after that are on their way while an entry is worked on: each
+    // takes as long as a sum.
     __device__ __forceinline__ void draw_push() {
-        push_ = draw(layout::kPushTicket);
+        push_ = next_push_;
+        from_ = next_from_;
+        missing_ = static_cast<int>(ptx::lane_id()) < from_.rows;
         while (push_ >= view_.first_resident + view_.residents) {
+            count_pushes();
             if (++chunk_ >= num_chunks_) {
                 push_ = -1;
                 return;
             }
             view_ = view_chunk(p, chunk_);
         }
-        from_ = load_resident(p.route, p.route.push_list, push_);
-        missing_ = static_cast<int>(ptx::lane_id()) < from_.rows;
+    }
+    __device__ __forceinline__ void fetch_push() {
+        next_push_ = static_cast<int>(ptx::from_lane(ticket_, 0));
+        if (next_push_ < entries_) next_from_ = rows_of_entry(p.route, entry_);
+        ticket_ = after_ticket_;
+        const auto ticket = static_cast<int>(ptx::from_lane(ticket_, 0));
+        if (ticket < entries_) entry_ = ptx::load_relaxed_gpu(p.route.push_list + ticket);
+        after_ticket_ = draw_raw(layout::kPushTicket);
     }
 
     __device__ __forceinline__ void draw_home() {
-        home_ = draw(layout::kHomeTicket);
+        home_ = static_cast<int>(ptx::from_lane(draw_raw(layout::kHomeTicket), 0));
         if (home_ >= p.route.num_tokens) {
             home_ = -1;
             return;
@@ -99,20 +127,11 @@ class Combiner {
     __device__ __forceinline__ bool push_ready() {
         if (missing_) {
             const std::uint32_t* done = p.counters + p.down_done + from_.slot / layout::kRowBlock;
-            const auto wanted = static_cast<std::uint32_t>(p.hidden / C::kBlockN * 4);
+            const auto wanted = static_cast<std::uint32_t>(p.hidden / layout::kTileColumns * 4);
             missing_ = ptx::load_acquire_gpu(done) < wanted;
         }
         return !ptx::any(missing_);
     }
-
-    // What sum_rows takes; nothing to do without an `out`.
-    struct RowSum {
-        const std::byte* rows;
-        int row;
-        int count;
-        std::byte* out;
-        bool poison;
-    };
 
     __device__ __forceinline__ RowSum push_sum() {
         maybe_delay(p.delay_seed, static_cast<std::uint32_t>(push_));
@@ -124,13 +143,16 @@ class Combiner {
         return {p.o_pool, from_.slot + view_.row_of_slot, from_.rows, out, last && bad_};
     }
 
-    __device__ __forceinline__ void count_push() {
+    // Entries of one chunk that are sent and not yet counted: a fence for each would take as long as the sum.
+    __device__ __forceinline__ void count_pushes() {
+        if (uncounted_ == 0) return;
         std::uint32_t sent = 0;
         if (ptx::lane_id() == 0) {
             // The other lanes' stores too, which the home rank may read as soon as it sees the flag.
             if (e.num_ranks > 1) ptx::fence_sys();
-            sent = ptx::fetch_add_acq_rel_gpu(p.counters + p.sent + chunk_, 1) + 1;
+            sent = ptx::fetch_add_acq_rel_gpu(p.counters + p.sent + chunk_, uncounted_) + uncounted_;
         }
+        uncounted_ = 0;
         if (ptx::from_lane(sent, 0) == static_cast<std::uint32_t>(view_.residents))
             announce_chunk(p, epoch, chunk_);
     }
@@ -177,7 +199,8 @@ class Combiner {
 
   public:
     // One warp: tells all ranks that their tokens' sums of a chunk are with them.
-    static __device__ __forceinline__ void announce_chunk(const ForwardParams& p, std::uint64_t epoch, int chunk) {
+    static __device__ __forceinline__ void announce_chunk(const ForwardParams& p, std::uint64_t epoch,
+                                                          int chunk) {
         const Endpoint& e = p.route.endpoint;
         if (e.num_ranks == 1) return;
         __syncwarp();
@@ -197,8 +220,15 @@ class Combiner {
     const Endpoint& e;
     std::uint64_t epoch;
     ChunkView view_;
-    ResidentToken from_;
+    TokenRows from_;
     int num_chunks_;
+    int entries_;
+    std::uint32_t uncounted_ = 0;
+    TokenRows next_from_{};
+    int next_push_ = 0;
+    std::uint32_t ticket_ = 0;  // in lane 0, as the next
+    std::uint32_t after_ticket_ = 0;
+    std::uint64_t entry_ = 0;  // of the ticket
     int chunk_ = 0;
     int push_ = -1;
     int home_ = -1;
@@ -213,11 +243,12 @@ __device__ __forceinline__ void announce_empty_chunks(const ForwardParams& p, st
     if (p.route.endpoint.num_ranks == 1) return;
     const int num_chunks = table_word(p.route.summary, layout::kSummaryChunks);
     for (int chunk = 0; chunk < num_chunks; ++chunk)
-        if (view_chunk(p, chunk).residents == 0) Combiner<C>::announce_chunk(p, epoch, chunk);
+        if (view_chunk(p, chunk).residents == 0) Combiner<C, false>::announce_chunk(p, epoch, chunk);
 }
 
 // One warp of one CTA, as its last work: until every rank, also one that holds no expert of these tokens, has
-// said that it is through with them. Only then may the caller overwrite x, and the next launch the staged copy.
+// said that it is through with them. Only then may the caller overwrite x, and the next launch the staged
+// copy.
 __device__ __forceinline__ void await_all_ranks(const ForwardParams& p, std::uint64_t epoch) {
     const RouteParams& r = p.route;
     const Endpoint& e = r.endpoint;

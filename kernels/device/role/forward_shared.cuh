@@ -10,22 +10,18 @@
 
 namespace mega_moe::device {
 
-// Compile-time facts of the forward. Two consumer warpgroups take tiles in turn, one multiplying while the
-// other stores, so that no epilogue keeps the tensor cores waiting.
+// Compile-time facts of the forward. Each of two math warpgroups takes half of the rows of every tile.
 template <int Stages, bool Trace>
 struct ForwardConfig {
     static constexpr int kStages = Stages;
     static constexpr bool kTrace = Trace;
     static constexpr int kThreads = 384;
     static constexpr int kClusterSize = 2;
-    static constexpr int kMathThreads = 256;
-    // 200 + 200 + 104 = 504 of the 504 that 384 threads x 168 registers leave for three warpgroups.
-    static constexpr int kCommRegisters = 104;
-    static constexpr int kMathRegisters = 200;
+    // 184 + 184 + 136 = 504 of the 504 that 384 threads x 168 registers leave for three warpgroups.
+    static constexpr int kCommRegisters = 136;
+    static constexpr int kMathRegisters = 184;
 
     static constexpr int kBlockK = 64;  // 128 bytes, one row of the swizzle
-    static constexpr int kBlockM = layout::kRowBlock;
-    static constexpr int kBlockN = 256;
     static constexpr int kBytesA = layout::kStageBytesA;
     static constexpr int kBytesB = layout::kStageBytesB;
     static constexpr int kStageBytes = kBytesA + kBytesB;
@@ -34,7 +30,7 @@ struct ForwardConfig {
     static constexpr int kRing = layout::kTileRing;
     static constexpr layout::ForwardShared kAt = layout::make_forward_shared(Stages);
     static_assert(kAt.total <= 232448, "shared memory of a block");
-    static_assert(kBytesA == kBlockM * kOperandRowBytes && kBytesB == kBlockN * kOperandRowBytes, "operands");
+    static_assert(kOperandRowBytes == 128, "stages");
 };
 
 // Where things lie in a CTA's shared memory, as shared addresses.
@@ -62,17 +58,21 @@ struct ForwardShared {
     __device__ __forceinline__ std::uint32_t barrier(int i) const { return base + C::kAt.barriers + 8 * i; }
     __device__ __forceinline__ std::uint32_t full(int stage) const { return barrier(stage); }
     __device__ __forceinline__ std::uint32_t empty(int stage) const { return barrier(C::kStages + stage); }
-    __device__ __forceinline__ std::uint32_t turn(int warpgroup) const {
-        return barrier(2 * C::kStages + warpgroup);
-    }
-    __device__ __forceinline__ std::uint32_t ring_full(int i) const {
-        return barrier(2 * C::kStages + 2 + i);
-    }
+    __device__ __forceinline__ std::uint32_t ring_full(int i) const { return barrier(2 * C::kStages + i); }
     __device__ __forceinline__ std::uint32_t ring_empty(int i) const { return ring_full(C::kRing + i); }
-    __device__ __forceinline__ std::uint32_t pulled(int i) const { return ring_full(2 * C::kRing + i); }
+    __device__ __forceinline__ std::uint32_t mail(int i) const { return ring_full(2 * C::kRing + i); }
+    __device__ __forceinline__ std::uint32_t pulled(int i) const { return mail(layout::kMailbox + i); }
+    __device__ __forceinline__ std::uint32_t letter(int i) const { return base + C::kAt.mailbox + 4 * i; }
+    __device__ __forceinline__ std::uint32_t* letter_value(int i) const {
+        return reinterpret_cast<std::uint32_t*>(generic + C::kAt.mailbox) + i;
+    }
     // Words by which the CTAs of a cluster tell each other that they have the tables.
     __device__ __forceinline__ std::uint32_t state_address(int i) const {
         return base + C::kAt.state + 4 * i;
+    }
+    // Number of the launch.
+    __device__ __forceinline__ std::uint64_t* epoch() const {
+        return reinterpret_cast<std::uint64_t*>(generic + C::kAt.epoch);
     }
     __device__ __forceinline__ std::uint32_t* state() const {
         return reinterpret_cast<std::uint32_t*>(generic + C::kAt.state);
@@ -81,15 +81,15 @@ struct ForwardShared {
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < C::kStages; ++i) {
             ptx::mbarrier_init(full(i), 1);
-            // The four warps that read the stage, of both CTAs: the loads of either fill both.
-            ptx::mbarrier_init(empty(i), 4 * C::kClusterSize);
+            // The warps that read the stage, of both CTAs: the loads of either fill both.
+            ptx::mbarrier_init(empty(i), layout::kMathWarps * C::kClusterSize);
         }
-        ptx::mbarrier_init(turn(0), 4);
-        ptx::mbarrier_init(turn(1), 4);
         for (int i = 0; i < C::kRing; ++i) {
             ptx::mbarrier_init(ring_full(i), 1);
-            ptx::mbarrier_init(ring_empty(i), 1 + C::kMathThreads / 32);  // the loading warp, the math warps
+            ptx::mbarrier_init(ring_empty(i), 1 + layout::kMathWarps);  // the loading warp, the math warps
         }
+        for (int i = 0; i < layout::kMailbox; ++i)
+            ptx::mbarrier_init(mail(i), 1);
         for (int i = 0; i < C::kPullBuffers; ++i)
             ptx::mbarrier_init(pulled(i), 1);
         ptx::fence_mbarrier_init();
@@ -102,7 +102,7 @@ struct TileRecord {
     std::int32_t k_blocks;
     std::int32_t pool_row;      // first row in the pools
     std::int32_t slot;          // the same as a slot
-    std::int32_t input_rows;    // valid rows that it reads, 1 to 64
+    std::int32_t input_rows;    // valid rows that it reads, 1 to layout::kTileRows
     std::int32_t rows;          // the same, or 0: nothing is stored
     std::int32_t weight_row;    // of the first 128 columns, in the weights' map
     std::int32_t weight_row_2;  // of the second

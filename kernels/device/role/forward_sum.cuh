@@ -10,10 +10,6 @@
 // Sums of rows by a whole warp: the arithmetic of combine.
 namespace mega_moe::device {
 
-// 16-byte loads that a thread has in flight: rows x steps of 256 columns. Twice as many would not fit into the
-// registers of a communication warp.
-inline constexpr int kRowsAtOnce = 4;
-inline constexpr int kStepsAtOnce = 2;
 inline constexpr std::uint32_t kTwoNans = 0x7FFF7FFFu;
 
 __device__ __forceinline__ void add_bf16x8(float (&sum)[8], uint4 v) {
@@ -25,44 +21,72 @@ __device__ __forceinline__ void add_bf16x8(float (&sum)[8], uint4 v) {
     }
 }
 
-// out = rows[row 0] + rows[row 1] + ... in fp32, in this order, rounded once. Lane i holds the number of the
-// i-th row; `rows` and `out` are bf16 [., hidden]. Zeros for no rows, NaN where told so.
-__device__ __forceinline__ void sum_rows(const std::byte* rows, int row, int count, std::byte* out, int hidden,
-                                         bool poison) {
+// What a sum takes: lane i holds the number of the i-th of `count` rows; `rows` and `out` are bf16 [.,
+// hidden]. Nothing to do without an `out`; NaN for a result where `poison` says so.
+struct RowSum {
+    const std::byte* rows;
+    int row;
+    int count;
+    std::byte* out;
+    bool poison;
+};
+
+// out = row 0 + row 1 + ... in fp32, in this order, rounded once; zeros for no rows. A lane has Rows x Steps
+// loads in flight, each of 16 bytes at steps of 256 columns.
+template <int Rows, int Steps>
+__device__ __forceinline__ void sum_rows_by(const RowSum& s, int hidden) {
     constexpr int kStepBytes = 32 * 16;
     const std::int64_t row_bytes = std::int64_t{hidden} * 2;
     const std::int64_t lane_bytes = std::int64_t{ptx::lane_id()} * 16;
 #pragma unroll 1
-    for (std::int64_t at = lane_bytes; at < row_bytes; at += kStepsAtOnce * kStepBytes) {
-        const bool has_second = at + kStepBytes < row_bytes;
-        float sum[kStepsAtOnce][8] = {};
+    for (std::int64_t at = lane_bytes; at < row_bytes; at += Steps * kStepBytes) {
+        const auto inside = [&](int step) { return at + step * kStepBytes < row_bytes; };
+        float sum[Steps][8] = {};
 #pragma unroll 1
-        for (int first = 0; first < count; first += kRowsAtOnce) {
-            uint4 v[kRowsAtOnce][kStepsAtOnce];
+        for (int first = 0; first < s.count; first += Rows) {
+            uint4 v[Rows][Steps];
 #pragma unroll
-            for (int i = 0; i < kRowsAtOnce; ++i) {
-                const std::byte* from = rows + __shfl_sync(ptx::kAllLanes, row, first + i) * row_bytes + at;
-                if (first + i >= count) continue;
-                v[i][0] = ptx::load_relaxed_gpu(reinterpret_cast<const uint4*>(from));
-                if (has_second) v[i][1] = ptx::load_relaxed_gpu(reinterpret_cast<const uint4*>(from + kStepBytes));
+            for (int i = 0; i < Rows; ++i) {
+                const std::byte* from =
+                    s.rows + __shfl_sync(ptx::kAllLanes, s.row, first + i) * row_bytes + at;
+                if (first + i >= s.count) continue;
+#pragma unroll
+                for (int step = 0; step < Steps; ++step)
+                    if (inside(step))
+                        v[i][step] =
+                            ptx::load_relaxed_gpu(reinterpret_cast<const uint4*>(from + step * kStepBytes));
             }
 #pragma unroll
-            for (int i = 0; i < kRowsAtOnce; ++i) {
-                if (first + i >= count) continue;
-                add_bf16x8(sum[0], v[i][0]);
-                if (has_second) add_bf16x8(sum[1], v[i][1]);
+            for (int i = 0; i < Rows; ++i) {
+                if (first + i >= s.count) continue;
+#pragma unroll
+                for (int step = 0; step < Steps; ++step)
+                    if (inside(step)) add_bf16x8(sum[step], v[i][step]);
             }
         }
 #pragma unroll
-        for (int step = 0; step < kStepsAtOnce; ++step) {
-            if (step == 1 && !has_second) continue;
-            const float(&s)[8] = sum[step];
-            uint4 result{ptx::convert_bf16x2(s[0], s[1]), ptx::convert_bf16x2(s[2], s[3]),
-                         ptx::convert_bf16x2(s[4], s[5]), ptx::convert_bf16x2(s[6], s[7])};
-            if (poison) result = {kTwoNans, kTwoNans, kTwoNans, kTwoNans};
-            ptx::store(out + at + step * kStepBytes, result);
+        for (int step = 0; step < Steps; ++step) {
+            if (!inside(step)) continue;
+            const float (&f)[8] = sum[step];
+            uint4 result{ptx::convert_bf16x2(f[0], f[1]), ptx::convert_bf16x2(f[2], f[3]),
+                         ptx::convert_bf16x2(f[4], f[5]), ptx::convert_bf16x2(f[6], f[7])};
+            if (s.poison) result = {kTwoNans, kTwoNans, kTwoNans, kTwoNans};
+            ptx::store(s.out + at + step * kStepBytes, result);
         }
     }
+}
+
+// By one warp. A sum takes as long as its loads wait, so as many are under way as there are registers for:
+// `Wide` in a math warp.
+template <bool Wide>
+__device__ __forceinline__ void sum_rows(const RowSum& s, int hidden) {
+    if (s.out == nullptr) return;
+    if (s.count == 1)
+        sum_rows_by<1, 4>(s, hidden);
+    else if constexpr (Wide)
+        sum_rows_by<8, 2>(s, hidden);
+    else
+        sum_rows_by<4, 2>(s, hidden);
 }
 
 }  // namespace mega_moe::device

@@ -17,7 +17,7 @@ struct ForwardProblem {
     void* y;                // bf16 [num_tokens, hidden]
     void* trace;            // int64 [CTAs, roles, events, 3], zero; null: the form that does not trace
     std::int64_t trace_bytes;
-    float clamp;             // of gate and up; +inf: none
+    float clamp;               // of gate and up; +inf: none
     std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
 };
 

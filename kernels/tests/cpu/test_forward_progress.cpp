@@ -1,4 +1,5 @@
 #include <array>
+#include <deque>
 #include <functional>
 #include <numeric>
 #include <utility>
@@ -15,7 +16,8 @@ using forward_units::Problem;
 using layout::TileRun;
 using Runs = std::vector<TileRun>;
 
-constexpr int kRing = 4;  // tiles that a cluster knows ahead
+constexpr int kRing = 4;  // tickets that a cluster draws ahead
+constexpr std::size_t kPushesAhead = 3;
 
 // A token with rows on this rank: its blocks of 64 rows, in the order of its experts.
 struct Resident {
@@ -26,10 +28,14 @@ struct Resident {
 };
 
 struct Tile {
+    struct Part {
+        int block;      // of 64 rows
+        int wanted;     // rows of it that must have arrived, for gate/up
+        int warpgroup;  // that stores it, or -1: the one whose turn it is
+    };
     int unit;
     bool down;
-    std::vector<int> blocks;  // that its live CTAs read and write
-    std::vector<int> wanted;  // rows of each that must have arrived, for gate/up
+    std::vector<Part> parts;  // of its live CTAs
 };
 
 struct Settings {
@@ -43,18 +49,21 @@ struct Settings {
 class Rank {
   public:
     Rank(const Problem& p, const Runs& runs, const Settings& s, std::mt19937& made)
-        : p_(p), s_(s), clusters_(static_cast<std::size_t>(p.clusters)) {
+        : p_(p), s_(s), clusters_(static_cast<std::size_t>(p.clusters)), next_ticket_(p.clusters) {
         fill_units(made);
         cut_tiles(runs);
         pulled_.assign(static_cast<std::size_t>(s.pullers), {});
-        held_.assign(static_cast<std::size_t>(s.pushers), -1);
+        held_.resize(static_cast<std::size_t>(s.pushers));
         for (std::size_t i = 0; i < pulled_.size(); ++i)
             pulled_[i].second = static_cast<int>(i);
         for (int cluster = 0; cluster < p.clusters; ++cluster) {
+            clusters_[static_cast<std::size_t>(cluster)].tickets = {cluster};
+            roles_.emplace_back([this, cluster] { return try_draw(cluster); });
             roles_.emplace_back([this, cluster] { return try_load(cluster); });
-            roles_.emplace_back([this, cluster] { return try_multiply(cluster); });
-            roles_.emplace_back([this, cluster] { return try_store(cluster, 0); });
-            roles_.emplace_back([this, cluster] { return try_store(cluster, 1); });
+            for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+                roles_.emplace_back([this, cluster, warpgroup] { return try_multiply(cluster, warpgroup); });
+                roles_.emplace_back([this, cluster, warpgroup] { return try_store(cluster, warpgroup); });
+            }
         }
         for (std::size_t i = 0; i < pulled_.size(); ++i)
             roles_.emplace_back([this, i] { return try_pull(i); });
@@ -82,16 +91,17 @@ class Rank {
         for (std::size_t chunk = 0; chunk < sent_.size(); ++chunk)
             if (sent_[chunk] != residents_[chunk])
                 return "nothing moves, and chunk " + std::to_string(chunk) + " is not sent";
-        for (std::size_t i = 0; i < stored_tiles_.size(); ++i)
-            if (!stored_tiles_[i]) return "tile " + std::to_string(i) + " is never computed";
+        for (const auto& left : left_in_chunk_)
+            if (left[0] != 0 || left[1] != 0) return "some tiles are never computed";
         return "";
     }
 
   private:
     struct Cluster {
-        int loaded = 0;  // tiles, in its own order
-        int multiplied = 0;
-        int stored[2] = {};  // by each of its two math warpgroups, which take tiles in turn
+        std::vector<int> tickets;  // drawn so far: its tiles, in its own order
+        int loaded = 0;
+        int multiplied[2] = {};  // by each of its two math warpgroups
+        int stored[2] = {};
     };
 
     // Residents of random experts until each unit has its rows.
@@ -137,66 +147,83 @@ class Rank {
     void cut_tiles(const Runs& runs) {
         for (const TileRun& run : runs)
             for (int index = 0; index < run.tiles; ++index) {
-                Tile tile{run.unit, run.down, {}, {}};
+                Tile tile{run.unit, run.down, {}};
                 for (int cta = 0; cta < 2; ++cta) {
                     const layout::CtaTile part = layout::cta_tile(
-                        index, cta, run.rows, run.down ? p_.down_columns : p_.gate_up_columns);
+                        index, cta, run.rows, run.down ? p_.down_columns : p_.gate_up_columns, p_.height);
                     if (!part.live) continue;
-                    tile.blocks.push_back(first_block_[static_cast<std::size_t>(run.unit)] +
-                                          part.first_row / layout::kRowBlock);
-                    tile.wanted.push_back(std::min(run.rows - part.first_row, layout::kRowBlock));
+                    for (int row = 0; row < p_.height && part.first_row + row < run.rows;
+                         row += layout::kRowBlock)
+                        tile.parts.push_back({first_block_[static_cast<std::size_t>(run.unit)] +
+                                                  (part.first_row + row) / layout::kRowBlock,
+                                              std::min(run.rows - part.first_row - row, layout::kRowBlock),
+                                              takes_turns() ? -1 : row / layout::kRowBlock});
                 }
                 tiles_.push_back(tile);
             }
-        stored_tiles_.assign(tiles_.size(), false);
         left_in_chunk_.assign(static_cast<std::size_t>(p_.chunks), {});
         for (const Tile& tile : tiles_)
-            ++left_in_chunk_[static_cast<std::size_t>(p_.chunk_of(tile.unit))][tile.down ? 1 : 0];
+            left_in_chunk_[static_cast<std::size_t>(p_.chunk_of(tile.unit))][tile.down ? 1 : 0] +=
+                static_cast<int>(tile.parts.size());
     }
 
-    // The n-th tile of a cluster: clusters take tickets in turn.
-    int ticket(int cluster, int n) const { return cluster + n * p_.clusters; }
-    bool exists(int at) const { return at < static_cast<int>(tiles_.size()); }
+    // With tiles of 64 rows the warpgroups take them in turn, with tiles of 128 each takes its half.
+    bool takes_turns() const { return p_.height == layout::kRowBlock; }
+    int own_tile(int warpgroup, int n) const { return takes_turns() ? 2 * n + warpgroup : n; }
+    bool exists(int ticket) const { return ticket < static_cast<int>(tiles_.size()); }
+    int multiplied(const Cluster& c) const {
+        return takes_turns() ? c.multiplied[0] + c.multiplied[1] : std::min(c.multiplied[0], c.multiplied[1]);
+    }
+
+    bool try_draw(int cluster) {
+        Cluster& c = clusters_[static_cast<std::size_t>(cluster)];
+        if (!exists(c.tickets.back()) || static_cast<int>(c.tickets.size()) - multiplied(c) > kRing)
+            return false;
+        c.tickets.push_back(next_ticket_++);
+        return true;
+    }
 
     bool try_load(int cluster) {
         Cluster& c = clusters_[static_cast<std::size_t>(cluster)];
-        const int at = ticket(cluster, c.loaded);
-        if (!exists(at) || c.loaded - c.multiplied >= std::min(s_.depth, kRing)) return false;
-        const Tile& tile = tiles_[static_cast<std::size_t>(at)];
-        for (std::size_t i = 0; i < tile.blocks.size(); ++i) {
-            const auto block = static_cast<std::size_t>(tile.blocks[i]);
-            if (tile.down ? gate_up_done_[block] < p_.gate_up_columns : arrived_[block] < tile.wanted[i])
+        if (c.loaded == static_cast<int>(c.tickets.size()) || c.loaded - multiplied(c) >= s_.depth)
+            return false;
+        const int ticket = c.tickets[static_cast<std::size_t>(c.loaded)];
+        if (!exists(ticket)) return false;
+        const Tile& tile = tiles_[static_cast<std::size_t>(ticket)];
+        for (const Tile::Part& part : tile.parts) {
+            const auto block = static_cast<std::size_t>(part.block);
+            if (tile.down ? gate_up_done_[block] < p_.gate_up_columns : arrived_[block] < part.wanted)
                 return false;
         }
         ++c.loaded;
         return true;
     }
 
-    bool try_multiply(int cluster) {
+    bool try_multiply(int cluster, int warpgroup) {
         Cluster& c = clusters_[static_cast<std::size_t>(cluster)];
-        // The warpgroup must have stored the tile before its last.
-        if (c.multiplied == c.loaded || c.stored[c.multiplied % 2] < c.multiplied / 2) return false;
-        ++c.multiplied;
+        const int at = own_tile(warpgroup, c.multiplied[warpgroup]);
+        if (at >= c.loaded || c.stored[warpgroup] < c.multiplied[warpgroup]) return false;
+        if (takes_turns() && at > 0 && own_tile(1 - warpgroup, c.multiplied[1 - warpgroup]) < at)
+            return false;
+        ++c.multiplied[warpgroup];
         return true;
     }
 
     bool try_store(int cluster, int warpgroup) {
         Cluster& c = clusters_[static_cast<std::size_t>(cluster)];
-        const int own = 2 * c.stored[warpgroup] + warpgroup;
-        if (own >= c.multiplied) return false;
-        const auto at = static_cast<std::size_t>(ticket(cluster, own));
-        const Tile& tile = tiles_[at];
-        const int chunk = p_.chunk_of(tile.unit);
+        if (c.stored[warpgroup] == c.multiplied[warpgroup]) return false;
+        const int at = c.tickets[static_cast<std::size_t>(own_tile(warpgroup, c.stored[warpgroup]))];
+        const Tile& tile = tiles_[static_cast<std::size_t>(at)];
+        const auto chunk = static_cast<std::size_t>(p_.chunk_of(tile.unit));
         // h and o of the chunk two before lie where these go: its down tiles have read the one, its sums the
         // other.
-        if (chunk >= 2 &&
-            (left_in_chunk_[static_cast<std::size_t>(chunk - 2)][1] > 0 ||
-             sent_[static_cast<std::size_t>(chunk - 2)] < residents_[static_cast<std::size_t>(chunk - 2)]))
+        if (chunk >= 2 && (left_in_chunk_[chunk - 2][1] > 0 || sent_[chunk - 2] < residents_[chunk - 2]))
             fault_ = "tile " + std::to_string(at) + " overwrites rows of chunk " + std::to_string(chunk - 2);
-        for (const int block : tile.blocks)
-            ++(tile.down ? down_done_ : gate_up_done_)[static_cast<std::size_t>(block)];
-        --left_in_chunk_[static_cast<std::size_t>(chunk)][tile.down ? 1 : 0];
-        stored_tiles_[at] = true;
+        for (const Tile::Part& part : tile.parts) {
+            if (part.warpgroup >= 0 && part.warpgroup != warpgroup) continue;
+            ++(tile.down ? down_done_ : gate_up_done_)[static_cast<std::size_t>(part.block)];
+            --left_in_chunk_[chunk][tile.down ? 1 : 0];
+        }
         ++c.stored[warpgroup];
         return true;
     }
@@ -221,19 +248,19 @@ class Rank {
         return true;
     }
 
-    // Pushers draw the next entry and then wait for it.
+    // Pushers draw entries ahead, and work them off one after another as each gets ready.
     bool try_push(std::size_t pusher) {
-        int& held = held_[pusher];
-        if (held < 0) {
-            if (next_push_ >= static_cast<int>(push_list_.size())) return false;
-            held = next_push_++;
+        std::deque<int>& held = held_[pusher];
+        if (held.size() < kPushesAhead && next_push_ < static_cast<int>(push_list_.size())) {
+            held.push_back(next_push_++);
             return true;
         }
-        const Resident& token = push_list_[static_cast<std::size_t>(held)];
+        if (held.empty()) return false;
+        const Resident& token = push_list_[static_cast<std::size_t>(held.front())];
         for (const int block : token.blocks)
             if (down_done_[static_cast<std::size_t>(block)] < p_.down_columns) return false;
         ++sent_[static_cast<std::size_t>(token.chunk)];
-        held = -1;
+        held.pop_front();
         return true;
     }
 
@@ -244,11 +271,11 @@ class Rank {
     std::vector<Resident> pull_list_, push_list_;
     std::vector<Tile> tiles_;
     std::vector<int> first_block_, arrived_, gate_up_done_, down_done_, sent_, residents_;
-    std::vector<std::array<int, 2>> left_in_chunk_;  // tiles not stored: gate/up, down
-    std::vector<bool> stored_tiles_;
-    std::vector<std::pair<int, int>> pulled_;  // of each puller: chunk, next entry in it
-    std::vector<int> held_;                    // entry of each pusher, or -1
+    std::vector<std::array<int, 2>> left_in_chunk_;  // parts of tiles not stored: gate/up, down
+    std::vector<std::pair<int, int>> pulled_;        // of each puller: chunk, next entry in it
+    std::vector<std::deque<int>> held_;              // entries of each pusher
     int next_push_ = 0;
+    int next_ticket_;  // each cluster's first is its own number
     std::string fault_;
 };
 
@@ -260,6 +287,7 @@ Problem random_problem(std::mt19937& made) {
     Problem p{};
     p.num_local = pick(1, 2, 3, 8, 16);
     p.chunks = pick(1, 2, 3, 5, 8);
+    p.height = pick(64, 128);
     p.gate_up_columns = pick(1, 3, 5);
     p.down_columns = pick(1, 2, 7);
     p.clusters = pick(1, 2, 5, 16);
@@ -293,7 +321,7 @@ Runs renumbered(Runs runs) {
 // Orders that are wrong are found: they stop, or overwrite what is still read.
 void test_planted_faults() {
     std::mt19937 made(7);
-    const Problem p{2, 4, 2, 2, 2, 6, {{300, 200, 300, 64, 100, 300, 200, 1}}};
+    const Problem p{2, 4, 64, 2, 2, 2, 6, {{300, 200, 300, 64, 100, 300, 200, 1}}};
     Runs runs = forward_units::runs_of(p);
     CHECK(result_of(p, runs, made).empty(), "the right order does not end");
     std::stable_sort(runs.begin(), runs.end(),

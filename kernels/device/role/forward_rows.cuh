@@ -1,0 +1,145 @@
+#pragma once
+#include <cstdint>
+
+#include "device/role/forward_schedule.cuh"
+
+// Which rows the communication warps move, in which order.
+namespace mega_moe::device {
+
+// Pauses at random places, so that tests meet orders that a quiet machine never shows.
+__device__ __forceinline__ void maybe_delay(std::uint32_t seed, std::uint32_t index) {
+    if (seed == 0) return;
+    std::uint32_t h = (index + ptx::cta_id() * 7919u) * 2654435761u ^ seed;
+    h ^= h >> 15;
+    h *= 2246822519u;
+    if (h >> 28 == 0) ptx::sleep_ns(h >> 12 & 0x7FFF);
+}
+
+// One chunk as the communication warps see it.
+struct ChunkView {
+    int first_resident;
+    int residents;
+    int rows;
+    int row_of_slot;  // row in the pools minus slot
+};
+
+__device__ __forceinline__ ChunkView view_chunk(const ForwardParams& p, int chunk) {
+    const std::int32_t* row = p.route.chunk_table + std::int64_t{chunk} * layout::kChunkWords;
+    return {table_word(row, layout::kChunkFirstResident), table_word(row, layout::kChunkResidents),
+            table_word(row, layout::kChunkRows),
+            static_cast<int>(layout::chunk_first_row(chunk, p.pool_rows)) -
+                table_word(row, layout::kChunkFirstSlot)};
+}
+
+// A token and, in lane i, the i-th slot of the pool that its row is for or comes from.
+struct TokenRows {
+    int token;
+    int rank;
+    int rows;
+    int slot;
+};
+
+__device__ __forceinline__ TokenRows rows_of_entry(const RouteParams& r, std::uint64_t entry) {
+    const auto low = static_cast<std::uint32_t>(entry);
+    TokenRows t{};
+    t.token = static_cast<int>(low & 0xFFFFF);
+    t.rank = static_cast<int>(low >> 20 & 31);
+    t.rows = static_cast<int>(low >> 25 & 15) + 1;
+    const auto lane = static_cast<int>(ptx::lane_id());
+    if (lane < t.rows) t.slot = static_cast<int>(ptx::load_relaxed_gpu(r.slot_list + (entry >> 32) + lane));
+    return t;
+}
+
+// Tokens of a chunk in the order of pull_list, every `step`-th. Entries are loaded 32 at a time and slots one
+// token ahead, since each load takes as long as a row does.
+class TokensInOrder {
+  public:
+    __device__ __forceinline__ TokensInOrder(const ForwardParams& p, const ChunkView& view, int, int first,
+                                             int step)
+        : r_(p.route),
+          list_(p.route.pull_list + view.first_resident),
+          end_(view.residents),
+          at_(first),
+          step_(step) {
+        if (at_ < end_) ahead_ = load();
+    }
+    __device__ __forceinline__ bool next(TokenRows& t) {
+        if (at_ >= end_) return false;
+        t = ahead_;
+        at_ += step_;
+        if (at_ < end_) ahead_ = load();
+        return true;
+    }
+
+  private:
+    __device__ __forceinline__ TokenRows load() {
+        if (held_ % 32 == 0) {
+            const std::int64_t mine = at_ + std::int64_t{ptx::lane_id()} * step_;
+            window_ = mine < end_ ? ptx::load_relaxed_gpu(list_ + mine) : 0;
+        }
+        const std::uint64_t entry = __shfl_sync(ptx::kAllLanes, window_, held_ % 32);
+        ++held_;
+        return rows_of_entry(r_, entry);
+    }
+
+    const RouteParams& r_;
+    const std::uint64_t* list_;
+    int end_;
+    int at_;
+    int step_;
+    int held_ = 0;
+    std::uint64_t window_ = 0;
+    TokenRows ahead_{};
+};
+
+// Rows of a chunk in the order of their slots, every `step`-th: for a single rank, where nothing is saved by
+// moving a token once, and the first experts' rows should come first.
+class SlotsInOrder {
+  public:
+    __device__ __forceinline__ SlotsInOrder(const ForwardParams& p, const ChunkView& view, int chunk,
+                                            int first, int step)
+        : r_(p.route),
+          rows_(p.route.expert_rows, (chunk + 1) * p.route.num_local),
+          end_(view.rows),
+          at_(first),
+          step_(step) {
+        if (at_ >= end_) return;
+        unit_ = rows_.next(chunk * r_.num_local);
+        unit_rows_ = rows_(unit_);
+        first_slot_ = table_word(r_.expert_slots, unit_);
+        load();
+    }
+    __device__ __forceinline__ bool next(TokenRows& t) {
+        if (at_ >= end_) return false;
+        t = {static_cast<int>(static_cast<std::uint32_t>(ahead_) & 0xFFFFF), 0, 1, slot_};
+        at_ += step_;
+        if (at_ < end_) load();
+        return true;
+    }
+
+  private:
+    __device__ __forceinline__ void load() {
+        while (at_ >= first_row_ + unit_rows_) {
+            first_row_ += unit_rows_;
+            unit_ = rows_.next(unit_ + 1);
+            unit_rows_ = rows_(unit_);
+            first_slot_ = table_word(r_.expert_slots, unit_);
+        }
+        slot_ = first_slot_ + (at_ - first_row_);
+        ahead_ = ptx::load_relaxed_gpu(r_.slots + slot_);
+    }
+
+    const RouteParams& r_;
+    UnitRows rows_;
+    int end_;
+    int at_;
+    int step_;
+    int unit_ = 0;
+    int unit_rows_ = 0;
+    int first_row_ = 0;  // of the unit, numbered over the chunk's rows
+    int first_slot_ = 0;
+    int slot_ = 0;
+    std::uint64_t ahead_ = 0;
+};
+
+}  // namespace mega_moe::device
