@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -80,21 +81,40 @@ def build_environment(session: nox.Session) -> Environment:
     """The environment `build`: torch's headers, CMake and its helpers, and CUDACXX as the compiler to use."""
     build = Environment(session, "build")
     # One command for all: torch's pin decides before `torch>=` of the build requirements can ask for a newer one.
-    build.install(*requirements("torch", "build"), *PROJECT["build-system"]["requires"])
+    build.install(*requirements("torch", "build", "repair"), *PROJECT["build-system"]["requires"])
     build.env["CUDACXX"] = cuda_compiler(build)
     return build
 
 
+def source_state() -> dict[str, str]:
+    """Commit and time of the sources: from the environment where a container hides git, else from git."""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return run.stdout.strip() if run.returncode == 0 else ""
+
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    found = {
+        "SOURCE_COMMIT": f"{commit}+changes" if commit and changes else commit or "unknown",
+        "SOURCE_DATE_EPOCH": git("log", "-1", "--format=%ct") or "0",
+    }
+    return {name: os.environ.get(name) or value for name, value in found.items()}
+
+
 def build_wheel(build: Environment) -> Path:
-    """The wheel of the present sources, alone in dist/. Ninja compiles what changed; nothing stale can be left over."""
-    shutil.rmtree(DIST, ignore_errors=True)
-    options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", DIST)
+    """The wheel of the present sources, repaired and labelled, alone in dist/. Ninja compiles what changed."""
+    raw, state = ROOT / "build" / "raw", source_state()
+    for folder in (DIST, raw):
+        shutil.rmtree(folder, ignore_errors=True)
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", raw)
     try:
         build.run("python", "-m", "pip", "wheel", *options, ROOT)
     except nox.command.CommandFailed:
         # CMake remembers what a broken configuration found, and would fail again on a machine that was mended.
         shutil.rmtree(ROOT / "build", ignore_errors=True)
         raise
+    (made,) = raw.glob("*.whl")
+    build.run("python", "ci/finish_wheel.py", made, DIST, "--commit", state["SOURCE_COMMIT"], env=state)
     (wheel,) = DIST.glob("*.whl")
     build.session.log(f"built {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
     return wheel
@@ -150,6 +170,7 @@ def run_layers(use: Environment) -> None:
 
 
 def run_docs(use: Environment) -> None:
+    use.run("python", "ci/matrix.py", "check")
     use.run("python", "ci/check_docs.py")
     use.run("python", "python/benchmarks/report.py", "--check")
 

@@ -1,0 +1,163 @@
+"""Makes the wheel that is published out of the one that the build wrote.
+
+    python ci/finish_wheel.py WHEEL FOLDER --commit COMMIT [--no-label]
+
+1. auditwheel gives the platform tag that the binary's symbols allow. It may graft nothing: torch is the user's, and
+   nothing else is needed.
+2. The version gets the local label of the CUDA version, such as 0.1.0+cu130 (--no-label: for the package index,
+   which refuses labels).
+3. mega_moe/_lib/wheel.json says label, commit and the other flavours, so that errors can name what to install.
+4. A bill of materials in dist-info/sboms lists what was linked in.
+The same input gives the same bytes. Needs auditwheel and patchelf; prints the path of the new wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import uuid
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import matrix
+import wheel_file
+
+BUILD = "mega_moe/_lib/build.json"
+WHEEL_RECORD = "mega_moe/_lib/wheel.json"
+SBOM = "sboms/mega-moe.cdx.json"
+COMMIT = re.compile(r"[0-9a-f]{40}(?:\+changes)?|unknown")
+
+
+def repair(wheel: Path, folder: Path) -> Path:
+    """The wheel with the platform tag that auditwheel finds; ValueError where it would need other libraries inside."""
+    run = subprocess.run(
+        [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch.so", "-w", folder, wheel],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode:
+        raise ValueError(f"auditwheel: {run.stderr.strip().splitlines()[-1] if run.stderr else run.stdout}")
+    (repaired,) = folder.glob("*.whl")
+    grafted = [name for name in wheel_file.read(repaired) if re.search(r"(?:^|/)[\w.-]+\.libs/", name)]
+    if grafted:
+        raise ValueError(f"auditwheel grafted {grafted} into the wheel, must be nothing")
+    return repaired
+
+
+def label_of(build: dict[str, Any]) -> str:
+    return "cu" + str(build["cuda"]).replace(".", "")
+
+
+def wheel_record(build: dict[str, Any], commit: str) -> dict[str, Any]:
+    flavours = [
+        {
+            "label": flavour.label,
+            "cuda": flavour.version,
+            "driver": flavour.driver,
+            "architectures": list(flavour.architectures),
+        }
+        for flavour in matrix.load().flavours
+    ]
+    return {"label": label_of(build), "commit": commit, "flavours": flavours}
+
+
+def sbom(version: str, build: dict[str, Any], torch: str) -> dict[str, Any]:
+    """CycloneDX: this package and what its binary contains of others."""
+    package = f"pkg:pypi/mega-moe@{version}"
+    # Derived, so that the same wheel has the same number.
+    serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{package}?kernels={build['kernels_sha256']}")
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{serial}",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "library",
+                "bom-ref": package,
+                "name": "mega-moe",
+                "version": version,
+                "purl": package,
+                "licenses": [{"license": {"id": "Apache-2.0"}}],
+            }
+        },
+        "components": [
+            {
+                "type": "library",
+                "bom-ref": "cuda-runtime",
+                "name": "NVIDIA CUDA Runtime (libcudart_static.a)",
+                "version": build["cuda"],
+                "supplier": {"name": "NVIDIA Corporation"},
+                "licenses": [{"license": {"name": "CUDA Toolkit End User License Agreement"}}],
+            },
+            {
+                "type": "library",
+                "bom-ref": "torch-stable-abi",
+                "name": "PyTorch stable ABI (header files)",
+                "version": torch,
+                "purl": f"pkg:pypi/torch@{torch.partition('+')[0]}",
+                "licenses": [{"license": {"id": "BSD-3-Clause"}}],
+            },
+        ],
+        "dependencies": [{"ref": package, "dependsOn": ["cuda-runtime", "torch-stable-abi"]}],
+    }
+
+
+def as_json(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=1) + "\n").encode()
+
+
+def finish(wheel: Path, folder: Path, commit: str, torch: str, labelled: bool = True) -> Path:
+    """Path of the published form of `wheel` in `folder`; ValueError says what is wrong with the input."""
+    if not COMMIT.fullmatch(commit):
+        raise ValueError(f"commit: got {commit!r}, want 40 digits, with '+changes' where the tree differs")
+    with tempfile.TemporaryDirectory() as scratch:
+        repaired = repair(wheel, Path(scratch))
+        tags = repaired.name.split("-", 2)[2]
+        files = wheel_file.read(repaired)
+    info = wheel_file.info_folder(files)
+    plain = info.removeprefix("mega_moe-").removesuffix(".dist-info")
+    if "+" in plain:
+        raise ValueError(f"{wheel.name}: version {plain} has a label already")
+    build = json.loads(files[BUILD])
+    version = f"{plain}+{label_of(build)}" if labelled else plain
+    files[WHEEL_RECORD] = as_json(wheel_record(build, commit))
+    new_info = f"mega_moe-{version}.dist-info"
+    renamed = {
+        (new_info + name.removeprefix(info) if name.startswith(info) else name): content
+        for name, content in files.items()
+    }
+    described = renamed[f"{new_info}/METADATA"].decode()
+    renamed[f"{new_info}/METADATA"] = re.sub(
+        r"^Version: .*$", f"Version: {version}", described, count=1, flags=re.MULTILINE
+    ).encode()
+    renamed[f"{new_info}/{SBOM}"] = as_json(sbom(version, build, torch))
+    path = folder / f"mega_moe-{version}-{tags}"
+    wheel_file.write(path, renamed)
+    return path
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="finish_wheel", description="Repair, label and describe a wheel.")
+    parser.add_argument("wheel", type=Path, help="as the build wrote it")
+    parser.add_argument("folder", type=Path, help="where the new one goes")
+    parser.add_argument("--commit", required=True, help="what it was built from")
+    parser.add_argument("--no-label", action="store_true", help="leave the version as it is")
+    given = parser.parse_args(arguments)
+    try:
+        torch = metadata.version("torch")
+        print(finish(given.wheel, given.folder, given.commit, torch, not given.no_label))
+    except (ValueError, metadata.PackageNotFoundError) as error:
+        print(f"finish_wheel: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
