@@ -6,6 +6,8 @@ holds what the wheel is built with, `use` holds the built wheel and what tests i
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -120,6 +122,16 @@ def build_wheel(build: Environment) -> Path:
     return wheel
 
 
+def given_wheel(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The wheel that ARGUMENTS begin with, or None, and what follows it."""
+    if arguments and arguments[0].endswith(".whl"):
+        path = Path(arguments[0]).resolve()
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such wheel")
+        return path, arguments[1:]
+    return None, arguments
+
+
 def run_cpp_tests(build: Environment) -> None:
     """The tests under kernels/tests that need no device."""
     folder = ROOT / "build" / "tests"
@@ -162,6 +174,17 @@ def run_lint(use: Environment) -> None:
     ]
     use.run("clang-format", "--dry-run", "--Werror", *sources)
     use.run("python", "ci/check_tree.py")
+    run_lint_ci(use)
+
+
+def run_lint_ci(use: Environment) -> None:
+    """What only CI machines and containers run: their files are judged here, since they cannot be tried here."""
+    workflows = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    use.run("actionlint", *workflows)
+    use.run("zizmor", "--offline", "--quiet", "--no-progress", ".github/workflows")
+    use.run("python", "ci/check_workflows.py")
+    use.run("hadolint", *sorted((ROOT / "docker").glob("*.Dockerfile")))
+    use.run("shellcheck", ".ci/run", *sorted((ROOT / "ci").glob("*.sh")))
 
 
 def run_layers(use: Environment) -> None:
@@ -193,7 +216,8 @@ def tests(session: nox.Session) -> None:
         )
     build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
-    use, wheel = installed(build, "test", "build", "lint", "types", "layers", "check-wheel", extra="[demo]")
+    groups = ("test", "build", "lint", "types", "layers", "check-wheel", "index")
+    use, wheel = installed(build, *groups, extra="[demo]")
     run_lint(use)
     use.run("mypy")
     run_layers(use)
@@ -206,7 +230,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, clang-format, file lengths and left-over markers."""
+    """ruff, clang-format, file lengths, left-over markers, and the files of CI and of the containers."""
     run_lint(gates(session, "lint"))
 
 
@@ -242,15 +266,103 @@ def check_wheel(session: nox.Session) -> None:
 
 
 @nox.session
+def wheel_manylinux(session: nox.Session) -> None:
+    """Build, repair, judge and test a published wheel in its container: LABEL PLATFORM [--base IMAGE]. Needs docker."""
+    if len(session.posargs) not in (2, 4):
+        session.error(f"got {session.posargs}, want LABEL PLATFORM, such as: -- cu130 x86_64")
+    label, platform, *base = session.posargs
+    tools = Environment(session, "container")
+    tools.install(*requirements("container"))
+    (wanted,) = json.loads(tools.ask("ci/matrix.py", "wheels", label, platform)) or (None,)
+    if wanted is None:
+        session.error(f"ci/matrix.toml has no wheel {label} {platform}")
+    image = base[1] if base[:1] == ["--base"] else wanted["image"]
+    if not image:
+        session.error(f"ci/matrix.toml pins no digest for the image of {label} {platform}; it says how to")
+    engine = os.environ.get("CIBW_CONTAINER_ENGINE", "docker").partition(";")[0]
+    made = f"localhost/mega-moe-wheel-{label}:{platform}"
+    options = ("--build-arg", f"BASE={image}", "--file", "docker/wheel.Dockerfile", "--tag", made)
+    session.run(engine, "build", *options, ".", external=True)
+    shutil.rmtree(DIST, ignore_errors=True)
+    settings = {f"CIBW_MANYLINUX_{platform.upper()}_IMAGE": made, **source_state()}
+    tools.run("cibuildwheel", "--platform", "linux", "--archs", platform, "--output-dir", DIST, env=settings)
+
+
+@nox.session
+def reproducible(session: nox.Session) -> None:
+    """Build the wheel twice from nothing; refuse it when the two differ in a byte."""
+    digests = []
+    for _ in range(2):
+        shutil.rmtree(ROOT / "build", ignore_errors=True)
+        digests.append(hashlib.sha256(build_wheel(build_environment(session)).read_bytes()).hexdigest())
+    if digests[0] != digests[1]:
+        session.error(f"two builds of the same sources differ: sha256 {digests[0]} and {digests[1]}")
+    session.log(f"both builds have sha256 {digests[0]}")
+
+
+@nox.session
+def tests_wheel(session: nox.Session) -> None:
+    """Install a wheel, build nothing, judge it and run the CPU tests: [WHEEL] [pytest's arguments]."""
+    wheel, arguments = given_wheel(session.posargs)
+    if wheel is None:
+        session.error("got no wheel, want the path of one, or exactly one in dist/")
+    use = Environment(session, "use")
+    use.install(wheel, *requirements("torch", "test"))
+    use.install("--force-reinstall", "--no-deps", wheel)
+    promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1"}
+    use.run("pytest", "python/tests/cpu", *arguments, env={**promised, **SHARED_CORES})
+
+
+@nox.session
 def tests_gpu(session: nox.Session) -> None:
-    """Build the wheel and run the tests that need one CUDA device, on the torch that is installed there."""
-    session.run(
-        "bash", "ci/test_wheel.sh", "gpu", str(build_wheel(build_environment(session))), external=True
-    )
+    """The tests that need one CUDA device: [WHEEL] [--torch VERSION] [pytest's arguments]. Without WHEEL builds one.
+
+    Without --torch they run on the torch that the machine's python3 has.
+    """
+    wheel, arguments = given_wheel(session.posargs)
+    path = {}
+    if arguments[:1] == ["--torch"]:
+        use = Environment(session, f"gpu-torch{arguments[1]}")
+        use.install(f"torch=={arguments[1]}.*", *requirements("test"))
+        path, arguments = {"PATH": str(use.env["PATH"])}, arguments[2:]
+    wheel = wheel or build_wheel(build_environment(session))
+    session.run("bash", "ci/test_wheel.sh", "gpu", str(wheel), *arguments, external=True, env=path)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Time every backend beside this machine's ceilings. Takes the flags of `mega-moe bench`."""
-    use, _ = installed(build_environment(session))
-    use.run("mega-moe", "bench", *session.posargs)
+    """Time every backend beside this machine's ceilings: [WHEEL] [flags of `mega-moe bench`]."""
+    wheel, arguments = given_wheel(session.posargs)
+    if wheel is None:
+        use, wheel = installed(build_environment(session))
+    else:
+        use = Environment(session, "use")
+        use.install(wheel, *requirements("torch"))
+        use.install("--force-reinstall", "--no-deps", wheel)
+    use.run("mega-moe", "bench", "--wheel", wheel, *arguments)
+
+
+@nox.session
+def index(session: nox.Session) -> None:
+    """Write the index for pip and uv into build/index: [FOLDER of wheels, dist/ by default] [--files-at ADDRESS]."""
+    folder, *arguments = session.posargs or [str(DIST)]
+    use = gates(session, "index")
+    use.run("python", "ci/make_index.py", folder, ROOT / "build" / "index", *arguments)
+
+
+@nox.session
+def release_files(session: nox.Session) -> None:
+    """Lay the files of a release out in build/release and judge them: FOLDER --tag vX.Y.Z [--commit COMMIT]."""
+    if not session.posargs:
+        session.error("got nothing, want the folder of the wheels and --tag vX.Y.Z")
+    folder, *arguments = session.posargs
+    release = ROOT / "build" / "release"
+    use = gates(session, "check-wheel")
+    use.run("python", "ci/release_files.py", folder, release)
+    use.run("python", "ci/check_release.py", release, *arguments)
+
+
+@nox.session
+def release_check(session: nox.Session) -> None:
+    """Judge a release as a whole: [FOLDER of its wheels] --tag vX.Y.Z [--commit COMMIT]."""
+    gates(session, "check-wheel").run("python", "ci/check_release.py", *session.posargs)

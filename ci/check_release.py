@@ -1,10 +1,11 @@
 """Refuses a release that is not whole: a hole in the matrix, a wheel too many, another version, no changelog entry.
 
-    python ci/check_release.py FOLDER --tag vX.Y.Z [--commit COMMIT]
+    python ci/check_release.py [FOLDER] --tag vX.Y.Z [--commit COMMIT]
 
-FOLDER holds what will be published: every wheel of ci/matrix.toml with its label, and those of the default flavour a
-second time without a label, for the package index. Each is judged by check_wheel.py, must have the platform tag of the
-matrix and must come from the same clean commit. Prints one line per fault and exits 1 when there is any.
+Without FOLDER only version and changelog are judged, before anything is built. FOLDER holds what will be published:
+every wheel of ci/matrix.toml with its label, and those of the default flavour a second time without a label, for the
+package index. Each is judged by check_wheel.py, must have the platform tag of the matrix and must come from the same
+clean commit. Prints one line per fault and exits 1 when there is any.
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ def source_faults(folder: Path, names: list[str], commit: str | None) -> list[st
 
 
 def faults_of(
-    folder: Path, tag: str, commit: str | None, judge: Callable[[Path], list[str]], root: Path = ROOT
+    folder: Path | None, tag: str, commit: str | None, judge: Callable[[Path], list[str]], root: Path = ROOT
 ) -> list[str]:
-    """One line per fault of the release in `folder`; `judge` names the faults of one wheel."""
+    """One line per fault of the release in `folder`, of its texts alone without one; `judge` judges one wheel."""
     found = version_faults(tag, root)
+    if folder is None:
+        return found
     want = wanted_names(matrix.load(root / "ci/matrix.toml"), tag.removeprefix("v"))
     got = {path.name for path in folder.glob("*.whl")}
     found += [f"a hole in the matrix: {name} is missing" for name in sorted(want - got)]
@@ -96,7 +99,7 @@ def main(arguments: list[str]) -> int:
     import check_wheel
 
     parser = argparse.ArgumentParser(prog="check_release", description="Judge a release as a whole.")
-    parser.add_argument("folder", type=Path, help="with every file of the release")
+    parser.add_argument("folder", type=Path, nargs="?", help="with every wheel of the release")
     parser.add_argument("--tag", required=True, help="such as v0.1.0")
     parser.add_argument("--commit", help="that the tag points to")
     given = parser.parse_args(arguments)
@@ -104,7 +107,7 @@ def main(arguments: list[str]) -> int:
     for fault in found:
         print(f"check_release: {fault}", file=sys.stderr)
     if not found:
-        print(f"check_release: {given.tag}: whole")
+        print(f"check_release: {given.tag}: {'whole' if given.folder else 'version and changelog agree'}")
     return 1 if found else 0
 
 

@@ -1,11 +1,12 @@
 """Makes the wheel that is published out of the one that the build wrote.
 
-    python ci/finish_wheel.py WHEEL FOLDER --commit COMMIT [--no-label]
+    python ci/finish_wheel.py WHEEL FOLDER --commit COMMIT
+    python ci/finish_wheel.py LABELLED_WHEEL FOLDER --strip-label
 
 1. auditwheel gives the platform tag that the binary's symbols allow. It may graft nothing: torch is the user's, and
    nothing else is needed.
-2. The version gets the local label of the CUDA version, such as 0.1.0+cu130 (--no-label: for the package index,
-   which refuses labels).
+2. The version gets the local label of the CUDA version, such as 0.1.0+cu130. The package index refuses labels:
+   --strip-label makes the same wheel without one.
 3. mega_moe/_lib/wheel.json says label, commit and the other flavours, so that errors can name what to install.
 4. A bill of materials in dist-info/sboms lists what was linked in.
 The same input gives the same bytes. Needs auditwheel and patchelf; prints the path of the new wheel.
@@ -113,7 +114,34 @@ def as_json(data: dict[str, Any]) -> bytes:
     return (json.dumps(data, indent=1) + "\n").encode()
 
 
-def finish(wheel: Path, folder: Path, commit: str, torch: str, labelled: bool = True) -> Path:
+def with_version(files: dict[str, bytes], version: str) -> dict[str, bytes]:
+    """The files under another version: its folder's name, its metadata, its bill of materials."""
+    info = wheel_file.info_folder(files)
+    new = f"mega_moe-{version}.dist-info"
+    moved = {
+        (new + name.removeprefix(info) if name.startswith(f"{info}/") else name): content
+        for name, content in files.items()
+    }
+    described = moved[f"{new}/METADATA"].decode()
+    moved[f"{new}/METADATA"] = re.sub(
+        r"^Version: .*$", f"Version: {version}", described, count=1, flags=re.MULTILINE
+    ).encode()
+    return moved
+
+
+def version_of(files: dict[str, bytes]) -> str:
+    return wheel_file.info_folder(files).removeprefix("mega_moe-").removesuffix(".dist-info")
+
+
+def save(folder: Path, tags: str, files: dict[str, bytes], torch: str) -> Path:
+    version, build = version_of(files), json.loads(files[BUILD])
+    files[f"{wheel_file.info_folder(files)}/{SBOM}"] = as_json(sbom(version, build, torch))
+    path = folder / f"mega_moe-{version}-{tags}"
+    wheel_file.write(path, files)
+    return path
+
+
+def finish(wheel: Path, folder: Path, commit: str, torch: str) -> Path:
     """Path of the published form of `wheel` in `folder`; ValueError says what is wrong with the input."""
     if not COMMIT.fullmatch(commit):
         raise ValueError(f"commit: got {commit!r}, want 40 digits, with '+changes' where the tree differs")
@@ -121,38 +149,38 @@ def finish(wheel: Path, folder: Path, commit: str, torch: str, labelled: bool = 
         repaired = repair(wheel, Path(scratch))
         tags = repaired.name.split("-", 2)[2]
         files = wheel_file.read(repaired)
-    info = wheel_file.info_folder(files)
-    plain = info.removeprefix("mega_moe-").removesuffix(".dist-info")
+    plain = version_of(files)
     if "+" in plain:
         raise ValueError(f"{wheel.name}: version {plain} has a label already")
     build = json.loads(files[BUILD])
-    version = f"{plain}+{label_of(build)}" if labelled else plain
     files[WHEEL_RECORD] = as_json(wheel_record(build, commit))
-    new_info = f"mega_moe-{version}.dist-info"
-    renamed = {
-        (new_info + name.removeprefix(info) if name.startswith(info) else name): content
-        for name, content in files.items()
-    }
-    described = renamed[f"{new_info}/METADATA"].decode()
-    renamed[f"{new_info}/METADATA"] = re.sub(
-        r"^Version: .*$", f"Version: {version}", described, count=1, flags=re.MULTILINE
-    ).encode()
-    renamed[f"{new_info}/{SBOM}"] = as_json(sbom(version, build, torch))
-    path = folder / f"mega_moe-{version}-{tags}"
-    wheel_file.write(path, renamed)
-    return path
+    return save(folder, tags, with_version(files, f"{plain}+{label_of(build)}"), torch)
+
+
+def strip_label(wheel: Path, folder: Path) -> Path:
+    """Path of the same wheel without the label, for the package index, which refuses labels."""
+    files = wheel_file.read(wheel)
+    plain, _, label = version_of(files).partition("+")
+    if not label:
+        raise ValueError(f"{wheel.name}: version {plain} has no label")
+    bill = json.loads(files[f"{wheel_file.info_folder(files)}/{SBOM}"])
+    (torch,) = (part["version"] for part in bill["components"] if part["bom-ref"] == "torch-stable-abi")
+    return save(folder, wheel.name.split("-", 2)[2], with_version(files, plain), torch)
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="finish_wheel", description="Repair, label and describe a wheel.")
-    parser.add_argument("wheel", type=Path, help="as the build wrote it")
+    parser.add_argument("wheel", type=Path, help="as the build wrote it, or a labelled one")
     parser.add_argument("folder", type=Path, help="where the new one goes")
-    parser.add_argument("--commit", required=True, help="what it was built from")
-    parser.add_argument("--no-label", action="store_true", help="leave the version as it is")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--commit", help="what it was built from")
+    what.add_argument("--strip-label", action="store_true", help="only take the label off a finished wheel")
     given = parser.parse_args(arguments)
     try:
-        torch = metadata.version("torch")
-        print(finish(given.wheel, given.folder, given.commit, torch, not given.no_label))
+        if given.strip_label:
+            print(strip_label(given.wheel, given.folder))
+        else:
+            print(finish(given.wheel, given.folder, given.commit, metadata.version("torch")))
     except (ValueError, metadata.PackageNotFoundError) as error:
         print(f"finish_wheel: {error}", file=sys.stderr)
         return 1

@@ -1,9 +1,13 @@
 """Reads ci/matrix.toml, the one list of published wheels, and refuses files that say otherwise.
 
-python ci/matrix.py wheels [LABEL PLATFORM]   one wheel per flavour and platform, as JSON on one line
-python ci/matrix.py torch                     versions of torch that the GPU runners test, as JSON
-python ci/matrix.py check                     every file that repeats a fact of the matrix agrees with it
-python ci/matrix.py write                     writes the table of docs/installing.md anew
+    python ci/matrix.py wheels [LABEL PLATFORM]   one wheel per flavour and platform
+    python ci/matrix.py default                   label of the wheel that the package index gets
+    python ci/matrix.py torch                     versions of torch that the GPU runners test
+    python ci/matrix.py pythons                   versions of Python that the wheel is tested with
+    python ci/matrix.py check                     every file that repeats a fact of the matrix agrees with it
+    python ci/matrix.py write                     writes the table of docs/installing.md anew
+
+Lists are printed as JSON on one line, as a workflow's outputs want them.
 """
 
 from __future__ import annotations
@@ -210,8 +214,12 @@ def main(arguments: list[str]) -> int:
         case ["wheels", *chosen]:
             wheels = matrix.wheels()
             print(json.dumps([w for w in wheels if not chosen or [w["label"], w["platform"]] == chosen]))
+        case ["default"]:
+            print(matrix.default)
         case ["torch"]:
             print(json.dumps(matrix.torch_tested))
+        case ["pythons"]:
+            print(json.dumps(matrix.pythons))
         case ["write"]:
             path = ROOT / TABLE_FILE
             path.write_text(with_table(path.read_text(encoding="utf-8"), matrix), encoding="utf-8")

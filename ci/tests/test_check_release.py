@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import check_release
 import matrix
 import pytest
+import release_files
 import wheel_file
 
 from ._index import made_up_wheel
@@ -105,3 +107,21 @@ def test_the_command_refuses_this_tree_without_wheels(
 ) -> None:
     assert check_release.main([str(tmp_path), "--tag", "v9.9.9"]) == 1
     assert "a hole in the matrix" in capsys.readouterr().err
+
+
+def test_the_files_of_a_release(release: Path, tmp_path: Path) -> None:
+    """Labelled wheels in; out come those and the default flavour without labels, with sums that hold."""
+    built = list((ROOT / "dist").glob("*.whl"))
+    if len(built) != 1:
+        pytest.skip(f"dist/ holds {len(built)} wheels, this needs the one that `nox -s wheel` builds")
+    files = release_files.lay_out(ROOT / "dist", tmp_path / "out")
+    label = built[0].name.split("-")[1].partition("+")[2]
+    names = {path.name for path in files}
+    assert built[0].name in names
+    assert built[0].name.replace(f"+{label}", "") in names
+    assert f"{built[0].name}.metadata" in names
+    for line in (tmp_path / "out/SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest
+    (tmp_path / "none").mkdir()
+    assert release_files.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 1

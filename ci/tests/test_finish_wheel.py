@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import check_wheel
 import finish_wheel
 import pytest
 import wheel_file
@@ -68,8 +69,15 @@ def test_labels_and_describes(plain: Path, tmp_path: Path) -> None:
 
 
 def test_the_package_index_gets_no_label(plain: Path, tmp_path: Path) -> None:
-    made = finish_wheel.finish(plain, tmp_path, COMMIT, "2.13.0", labelled=False)
+    labelled = finish_wheel.finish(plain, tmp_path, COMMIT, "2.13.0")
+    made = finish_wheel.strip_label(labelled, tmp_path)
     assert "+" not in made.name
+    before, after = wheel_file.read(labelled), wheel_file.read(made)
+    library = "mega_moe/_lib/mega_moe_ops.so"
+    assert before[library] == after[library]
+    assert check_wheel.check(made) == []
+    with pytest.raises(ValueError, match="has no label"):
+        finish_wheel.strip_label(made, tmp_path)
 
 
 def test_same_input_same_bytes(plain: Path, tmp_path: Path) -> None:

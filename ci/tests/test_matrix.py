@@ -101,4 +101,8 @@ def test_prints_what_the_workflows_read(capsys: pytest.CaptureFixture[str]) -> N
     assert wheel["cuda"] == "13.0"
     assert matrix.main(["torch"]) == 0
     assert json.loads(capsys.readouterr().out)[0] == "2.10"
+    assert matrix.main(["pythons"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == "3.10"
+    assert matrix.main(["default"]) == 0
+    assert capsys.readouterr().out == "cu130\n"
     assert matrix.main(["dance"]) == 2
