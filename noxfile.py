@@ -103,6 +103,19 @@ def source_state() -> dict[str, str]:
     return {name: os.environ.get(name) or value for name, value in found.items()}
 
 
+def tracked_files() -> Path:
+    """A copy of what git tracks, in build/source: a container gets no build product of this folder."""
+    source = ROOT / "build" / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    return source
+
+
 def build_wheel(build: Environment) -> Path:
     """The wheel of the present sources, repaired and labelled, alone in dist/. Ninja compiles what changed."""
     raw, state = ROOT / "build" / "raw", source_state()
@@ -281,11 +294,14 @@ def wheel_manylinux(session: nox.Session) -> None:
         session.error(f"ci/matrix.toml pins no digest for the image of {label} {platform}; it says how to")
     engine = os.environ.get("CIBW_CONTAINER_ENGINE", "docker").partition(";")[0]
     made = f"localhost/mega-moe-wheel-{label}:{platform}"
-    options = ("--build-arg", f"BASE={image}", "--file", "docker/wheel.Dockerfile", "--tag", made)
-    session.run(engine, "build", *options, ".", external=True)
-    shutil.rmtree(DIST, ignore_errors=True)
     settings = {f"CIBW_MANYLINUX_{platform.upper()}_IMAGE": made, **source_state()}
-    tools.run("cibuildwheel", "--platform", "linux", "--archs", platform, "--output-dir", DIST, env=settings)
+    shutil.rmtree(DIST, ignore_errors=True)
+    with session.chdir(tracked_files()):
+        options = ("--build-arg", f"BASE={image}", "--file", "docker/wheel.Dockerfile", "--tag", made)
+        session.run(engine, "build", *options, ".", external=True)
+        tools.run(
+            "cibuildwheel", "--platform", "linux", "--archs", platform, "--output-dir", DIST, env=settings
+        )
 
 
 @nox.session
