@@ -323,7 +323,7 @@ def tests_wheel(session: nox.Session) -> None:
     if wheel is None:
         session.error("got no wheel, want the path of one, or exactly one in dist/")
     use = Environment(session, "use")
-    use.install(wheel, *requirements("torch", "test"))
+    use.install(f"{wheel}[demo]", *requirements("torch", "test"))
     use.install("--force-reinstall", "--no-deps", wheel)
     promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1"}
     use.run("pytest", "python/tests/cpu", *arguments, env={**promised, **SHARED_CORES})
