@@ -165,6 +165,19 @@ def installed(build: Environment, *groups: str, extra: str = "") -> tuple[Enviro
     return use, wheel
 
 
+def run_targets(build: Environment, use: Environment) -> None:
+    """Compile checks of the flavours that are not built here; aarch64 only where there is a cross compiler."""
+    folder = ROOT / "build" / "targets"
+    python = build.home / "bin" / "python"
+    options = ("-G", "Ninja", f"-DPython_EXECUTABLE={python}")
+    build.run("cmake", "-S", "kernels", "-B", folder, "--log-level=WARNING", *options)
+    use.run("python", "ci/check_targets.py", "cu129", folder)
+    if shutil.which("aarch64-linux-gnu-g++"):
+        use.run("python", "ci/check_targets.py", "aarch64", folder)
+    else:
+        build.session.warn("no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu): aarch64 is not checked")
+
+
 def need_python_of_the_tools(session: nox.Session) -> None:
     """import-linter and torch-abi-audit have left 3.10, which the package itself still serves."""
     if sys.version_info < (3, 11):
@@ -229,7 +242,7 @@ def tests(session: nox.Session) -> None:
         )
     build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
-    groups = ("test", "build", "lint", "types", "layers", "check-wheel", "index")
+    groups = ("test", "build", "lint", "types", "layers", "check-wheel", "index", "targets")
     use, wheel = installed(build, *groups, extra="[demo]")
     run_lint(use)
     use.run("mypy")
@@ -237,6 +250,7 @@ def tests(session: nox.Session) -> None:
     run_docs(use)
     use.run("python", "ci/check_wheel.py", wheel)
     run_cpp_tests(build)
+    run_targets(build, use)
     promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1", "CUDACXX": str(build.env["CUDACXX"])}
     use.run("pytest", *session.posargs, env={**promised, **SHARED_CORES})
 
@@ -276,6 +290,12 @@ def check_wheel(session: nox.Session) -> None:
     """Build the wheel and judge it: tag, needed libraries, symbols, stable ABI, architectures, size."""
     built = build_wheel(build_environment(session))
     gates(session, "check-wheel").run("python", "ci/check_wheel.py", built)
+
+
+@nox.session
+def targets(session: nox.Session) -> None:
+    """Compile what this machine cannot build whole: kernels with CUDA 12.9, host code for aarch64."""
+    run_targets(build_environment(session), gates(session, "targets"))
 
 
 @nox.session

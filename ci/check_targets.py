@@ -79,9 +79,10 @@ def kernel_faults(
         if match is None:
             return [f"{path.name}: not an instance as generate.py writes it"]
         # A variable that holds its address makes the compiler build the instance, as the launcher's table does.
-        source = f'#include "{match["header"]}"\nnamespace mega_moe {{ __device__ auto* entry = &{match["kernel"]}; }}\n'
+        entry_point = f"namespace mega_moe {{ __device__ auto* entry = &{match['kernel']}; }}\n"
+        target = f"--gpu-architecture=sm_{path.parent.name}"
         fine, log = nvrtc.compile_kernel(
-            compiler, source, [f"--gpu-architecture=sm_{path.parent.name}", *options]
+            compiler, f'#include "{match["header"]}"\n{entry_point}', [target, *options]
         )
         if not fine:
             return [f"{path.name}: {line}" for line in log.splitlines() if "error" in line][:3] or [
