@@ -220,6 +220,7 @@ def run_layers(use: Environment) -> None:
 
 def run_docs(use: Environment) -> None:
     use.run("python", "ci/matrix.py", "check")
+    use.run("python", "ci/measure_wheel.py", "--check")
     use.run("python", "ci/check_docs.py")
     use.run("python", "python/benchmarks/report.py", "--check")
 

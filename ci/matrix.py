@@ -165,9 +165,12 @@ def table(matrix: Matrix) -> str:
             f"{glibc} or newer",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    python = f"Python {matrix.pythons[0]} or newer (tested: {', '.join(matrix.pythons)})"
-    torch = f"torch {matrix.torch_floor} or newer (tested on GPUs: {', '.join(matrix.torch_tested)})"
-    return "\n".join([*lines, "", f"{python}, {torch}.", ""])
+    python = f"Python {matrix.pythons[0]} or newer, torch {matrix.torch_floor} or newer, no upper limit."
+    tested = (
+        f"The workflows test each wheel on Python {', '.join(matrix.pythons)}, "
+        f"and on GPUs with torch {', '.join(matrix.torch_tested)}."
+    )
+    return "\n".join([*lines, "", python, tested, ""])
 
 
 def faults(matrix: Matrix, root: Path = ROOT) -> list[str]:

@@ -17,7 +17,8 @@ ARG TORCH
 WORKDIR /tests
 COPY pyproject.toml ./
 # hadolint ignore=DL3013
-RUN python3 -m pip install --no-cache-dir --group test "torch==${TORCH}.*"
+RUN python3 -m pip install --no-cache-dir --upgrade "pip>=25.1" \
+    && python3 -m pip install --no-cache-dir --group test "torch==${TORCH}.*"
 COPY ci/test_wheel.sh ci/
 COPY python/tests python/tests/
 COPY dist dist/

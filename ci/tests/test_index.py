@@ -106,6 +106,20 @@ def test_pip_refuses_what_is_not_there(site: Path, tmp_path: Path) -> None:
             assert "No matching distribution found for mega-moe==0.1.0" in done.stderr
 
 
+def test_pip_refuses_a_torch_below_the_floor(site: Path, tmp_path: Path) -> None:
+    for path in (site / "torch/torch").iterdir():
+        path.unlink()
+    made = made_up_wheel(site / "torch/torch", "torch", "2.9.1", "py3-none-any")
+    (site / "torch/torch/index.html").write_text(f'<a href="{made.name}">{made.name}</a>')
+    with served(site) as (address, _):
+        indexes = ("--index-url", f"{address}/cu130/", "--extra-index-url", f"{address}/torch/")
+        # Without what is installed here: pip looks at its own environment unless it has another target's Python.
+        words = ("--platform", TAGS.removeprefix("py3-none-"), "--only-binary", ":all:", "--ignore-installed")
+        done = pip(tmp_path / "new", *indexes, *words, "mega-moe==0.1.0")
+    assert done.returncode == 1
+    assert "No matching distribution found for torch>=2.10" in done.stderr
+
+
 def test_pip_refuses_a_tampered_wheel(site: Path, tmp_path: Path) -> None:
     (wheel,) = (site / "cu130/mega-moe").glob("*-0.1.0+cu130-*.whl")
     tamper(wheel)
