@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import finish_wheel
 import matrix
 import wheel_file
 
@@ -26,8 +27,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-WHEEL_RECORD = "mega_moe/_lib/wheel.json"
-BUILD = "mega_moe/_lib/build.json"
+PARTS = (finish_wheel.WHEEL_RECORD, finish_wheel.BUILD)
 
 
 def version_faults(tag: str, root: Path = ROOT) -> list[str]:
@@ -62,7 +62,7 @@ def source_faults(folder: Path, names: list[str], commit: str | None) -> list[st
     commits, kernels, faults = set(), set(), []
     for name in names:
         files = wheel_file.read(folder / name)
-        record, build = (json.loads(files.get(part, b"{}")) for part in (WHEEL_RECORD, BUILD))
+        record, build = (json.loads(files.get(part, b"{}")) for part in PARTS)
         commits.add(str(record.get("commit")))
         kernels.add(build.get("kernels_sha256"))
         if not re.fullmatch(r"[0-9a-f]{40}", str(record.get("commit"))):

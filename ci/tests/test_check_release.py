@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import check_release
+import finish_wheel
 import matrix
 import pytest
 import release_files
@@ -23,8 +24,8 @@ COMMIT = "0123456789" * 4
 def add_record(path: Path, commit: str = COMMIT, kernels: str = "a") -> None:
     files = wheel_file.read(path)
     label = path.name.split("-")[1].partition("+")[2] or matrix.load().default
-    files[check_release.WHEEL_RECORD] = json.dumps({"label": label, "commit": commit}).encode()
-    files[check_release.BUILD] = json.dumps({"kernels_sha256": kernels}).encode()
+    files[finish_wheel.WHEEL_RECORD] = json.dumps({"label": label, "commit": commit}).encode()
+    files[finish_wheel.BUILD] = json.dumps({"kernels_sha256": kernels}).encode()
     wheel_file.write(path, files)
 
 

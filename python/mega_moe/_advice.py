@@ -9,9 +9,6 @@ from typing import Any
 
 from mega_moe._backends.facts import RankFacts
 
-# Where wheel.json is missing: what any CUDA of that major version needs.
-_OLDEST_DRIVER = {12: 525, 13: 580}
-
 
 @dataclass(frozen=True)
 class Installation:
@@ -129,7 +126,7 @@ def _major(cuda: str) -> int:
 
 def _oldest_driver(cuda: str, record: dict[str, Any]) -> int | str:
     known = {_major(f["cuda"]): int(f["driver"]) for f in _flavours(record)}
-    return {**_OLDEST_DRIVER, **known}.get(_major(cuda), f"that serves CUDA {cuda}")
+    return known.get(_major(cuda), f"one for CUDA {cuda}")
 
 
 def _dotted(pair: tuple[int, int]) -> str:
