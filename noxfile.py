@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 
+FIND_PACKAGES = "import sys; sys.path.insert(0, 'ci'); import find_cuda; print(*find_cuda.PACKAGES)"
+
 # Threads that wait without spinning. Where something else runs on the same cores, spinning ones keep each other
 # waiting: a training step took 17 s instead of 2 s on two cores with a load of 7.
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -164,6 +166,16 @@ def installed(build: Environment, *groups: str, extra: str = "") -> tuple[Enviro
     return use, wheel
 
 
+def aarch64_runtime(use: Environment) -> Path:
+    """The package of the CUDA runtime for aarch64, in the version of the compiler's packages."""
+    folder = ROOT / "build" / "aarch64"
+    wanted = next(word for word in use.ask("-c", FIND_PACKAGES).split() if "cuda-runtime" in word)
+    platform = ("--only-binary", ":all:", "--platform", "manylinux2014_aarch64")
+    use.run("python", "-m", "pip", "download", "--quiet", "--no-deps", *platform, "--dest", folder, wanted)
+    (runtime,) = folder.glob(f"nvidia_cuda_runtime-{wanted.partition('==')[2]}-*.whl")
+    return runtime
+
+
 def run_targets(build: Environment, use: Environment) -> None:
     """Compile checks of the flavours that are not built here; aarch64 only where there is a cross compiler."""
     folder = ROOT / "build" / "targets"
@@ -172,7 +184,7 @@ def run_targets(build: Environment, use: Environment) -> None:
     build.run("cmake", "-S", "kernels", "-B", folder, "--log-level=WARNING", *options)
     use.run("python", "ci/check_targets.py", "cu129", folder)
     if shutil.which("aarch64-linux-gnu-g++"):
-        use.run("python", "ci/check_targets.py", "aarch64", folder)
+        use.run("python", "ci/check_targets.py", "aarch64", folder, aarch64_runtime(use))
     else:
         build.session.warn("no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu): aarch64 is not checked")
 
@@ -294,8 +306,8 @@ def check_wheel(session: nox.Session) -> None:
 
 @nox.session
 def targets(session: nox.Session) -> None:
-    """Compile what this machine cannot build whole: kernels with CUDA 12.9, host code for aarch64."""
-    run_targets(build_environment(session), gates(session, "targets"))
+    """Compile what this machine cannot build whole: with CUDA 12.9, and for aarch64."""
+    run_targets(build_environment(session), gates(session, "targets", "check-wheel"))
 
 
 @nox.session

@@ -1,11 +1,12 @@
 """Compile checks of the flavours that this machine cannot build whole: CUDA 12.9, and aarch64.
 
-    python ci/check_targets.py cu129 BUILD_FOLDER     every kernel and every host file against CUDA 12.9
-    python ci/check_targets.py aarch64 BUILD_FOLDER   every host file with a cross compiler, linked into one library
+    python ci/check_targets.py cu129 BUILD_FOLDER             every kernel and every host file against CUDA 12.9
+    python ci/check_targets.py aarch64 BUILD_FOLDER RUNTIME   every file with a cross compiler, linked and judged
 
 BUILD_FOLDER is configured by CMake: its compile_commands.json says what is compiled and how. The packages of CUDA 12.9
-have no nvcc; its NVRTC compiles the kernels to machine code within their budgets of spills. No wheel comes out of this:
-the published ones are built in their containers. Prints one line per fault and exits 1 when there is any.
+have no nvcc; its NVRTC compiles the kernels to machine code within their budgets of spills. RUNTIME is the package of
+the CUDA runtime for aarch64, whose static library is linked in. No wheel comes out of this and nothing of it runs: the
+published wheels are built in their containers. Prints one line per fault and exits 1 when there is any.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import check_ptxas
+import elf_rules
 import nvrtc
 
 if sys.version_info >= (3, 11):
@@ -31,6 +34,7 @@ else:
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
+AARCH64 = b"\xb7\x00"  # the machine in an ELF header
 INSTANCE = re.compile(r'#include "(?P<header>[^"]+)".*&(?P<kernel>device::.*)\);', re.DOTALL)
 
 
@@ -128,46 +132,78 @@ def check_cu129(build: Path) -> tuple[list[str], str]:
     )
 
 
-def check_aarch64(build: Path) -> tuple[list[str], str]:
+def cross_command(entry: dict[str, str], include: str) -> list[str]:
+    """The build's own command for a file with the cross compiler: nvcc hands the host's part of a kernel to it."""
+    words = host_command(entry, CROSS_COMPILER, lambda word: word)
+    if not entry["file"].endswith(".cu"):
+        return words
+    return [shlex.split(entry["command"])[0], f"-ccbin={CROSS_COMPILER}", f"-I{include}", *words[1:]]
+
+
+def link_aarch64(folder: Path, objects: list[str], runtime: Path) -> list[str]:
+    """Faults of the whole library: linked as the build does it, judged as that of a wheel."""
+    with zipfile.ZipFile(runtime) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/libcudart_static.a"))
+        cudart, torch = folder / "libcudart_static.a", folder / "libtorch.so"
+        cudart.write_bytes(archive.read(name))
+    (folder / "empty.cpp").write_text("")
+    # Of torch only the name is linked; its functions are found when it is loaded.
+    faults = run(
+        [CROSS_COMPILER, "-shared", "-Wl,-soname,libtorch.so", "-o", str(torch), "empty.cpp"], str(folder)
+    )
+    library = folder / "mega_moe_ops.so"
+    script = f"-Wl,--version-script={KERNELS / 'binding/exports.map'}"
+    options = ["-shared", script, "-Wl,--gc-sections", "-o", str(library), *objects, str(cudart)]
+    torch_link = ["-Wl,--no-as-needed", str(torch), "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"]
+    faults += run([CROSS_COMPILER, *options, *torch_link], str(folder))
+    if faults:
+        return faults
+    if library.read_bytes()[18:20] != AARCH64:
+        faults.append("the library is not one for aarch64")
+    return faults + [f"the library {fault}" for fault in elf_rules.library_faults(library)]
+
+
+def check_aarch64(build: Path, runtime: Path) -> tuple[list[str], str]:
     if shutil.which(CROSS_COMPILER) is None:
         raise FileNotFoundError(
             f"{CROSS_COMPILER}: not on the path; Debian's package is g++-aarch64-linux-gnu"
         )
-    files = [entry for entry in commands(build) if entry["file"].endswith(".cpp")]
-    faults, objects = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, entry in enumerate(files):
-            out = Path(folder) / f"{number}.o"
-            command = host_command(entry, CROSS_COMPILER, lambda word: word)
-            found = run([*command, "-o", str(out)], entry["directory"])
-            faults += [f"{Path(entry['file']).name}: {line}" for line in found]
-            objects.append(str(out))
-        if not faults:
-            # Kernels, torch and the CUDA runtime stay open: those of aarch64 are not here.
-            library = str(Path(folder) / "mega_moe_ops.so")
-            script = f"-Wl,--version-script={KERNELS / 'binding/exports.map'}"
-            faults += run([CROSS_COMPILER, "-shared", script, "-o", library, *objects], folder)
-            if not faults and Path(library).read_bytes()[18:20] != b"\xb7\x00":
-                faults.append("the library is not one for aarch64")
-    if not files:
-        faults.append("got no host files, want some")
-    return faults, f"{len(files)} host files with {CROSS_COMPILER}, linked"
+    if not runtime.is_file():
+        raise FileNotFoundError(f"{runtime}: no package of the CUDA runtime for aarch64")
+    entries = commands(build)
+    if not entries:
+        return ["got no files, want some"], ""
+    include = toolkit_include(entries)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as workers:
+        objects = [str(Path(folder) / f"{number}.o") for number in range(len(entries))]
+
+        def compile_one(entry: dict[str, str], out: str) -> list[str]:
+            found = run([*cross_command(entry, include), "-o", out], entry["directory"])
+            return [f"{Path(entry['file']).name}: {line}" for line in found]
+
+        faults = [fault for found in workers.map(compile_one, entries, objects) for fault in found]
+        faults = faults or link_aarch64(Path(folder), objects, runtime)
+    return faults, f"{len(entries)} files with {CROSS_COMPILER}, linked and judged"
 
 
 def main(arguments: list[str]) -> int:
-    checks = {"cu129": check_cu129, "aarch64": check_aarch64}
-    if len(arguments) != 2 or arguments[0] not in checks:
+    checks: dict[tuple[str, int], Callable[..., tuple[list[str], str]]] = {
+        ("cu129", 1): check_cu129,
+        ("aarch64", 2): check_aarch64,
+    }
+    target, *paths = arguments or [""]
+    if (target, len(paths)) not in checks:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        faults, what = checks[arguments[0]](Path(arguments[1]).resolve())
+        faults, what = checks[target, len(paths)](*(Path(path).resolve() for path in paths))
     except (FileNotFoundError, ValueError) as error:
         print(f"check_targets: {error}", file=sys.stderr)
         return 2
     for fault in faults:
-        print(f"check_targets: {arguments[0]}: {fault}", file=sys.stderr)
+        print(f"check_targets: {target}: {fault}", file=sys.stderr)
     if not faults:
-        print(f"check_targets: {arguments[0]}: {what}: compiles")
+        print(f"check_targets: {target}: {what}: compiles")
     return 1 if faults else 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import zipfile
 from pathlib import Path
 
 import check_targets
@@ -17,6 +19,10 @@ SPILLING_KERNEL = (
     "__global__ void planted(int* out) { int kept[64]; for (int i = 0; i < 64; ++i) kept[(i * out[i]) & 63] = i; "
     "out[0] = kept[out[1] & 63]; }"
 )
+CALLED = (
+    "__cudaLaunchKernel", "__cudaPopCallConfiguration", "__cudaRegisterFatBinary", "__cudaRegisterFatBinaryEnd",
+    "__cudaRegisterFunction", "__cudaUnregisterFatBinary", "__cudaGetKernel", "cudaLaunchKernel", "__cudaInitModule",
+)  # fmt: skip
 GOOD_HOST = "#include <cuda_runtime_api.h>\nint version() { return CUDART_VERSION; }\n"
 
 
@@ -48,8 +54,13 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "{ return reinterpret_cast<const void*>(&device::planted); }\n}\n"
     )
     host = kernels / "host/planted.cpp"
+    device = "--generate-code=arch=compute_90a,code=[sm_90a]"
     entries = [
-        {"file": str(instance), "directory": str(build), "command": f"nvcc -o x.o -c {instance}"},
+        {
+            "file": str(instance),
+            "directory": str(build),
+            "command": f"{found} -Xcompiler=-fPIC -I{kernels} {device} -o x.o -c {instance}",
+        },
         {
             "file": str(host),
             "directory": str(build),
@@ -64,8 +75,25 @@ def judged(tree: Path, target: str, kernel: str = GOOD_KERNEL, host: str = GOOD_
     header = f"#pragma once\n#include <cstdint>\nnamespace mega_moe::device {{ {kernel} }}\n"
     (tree / "kernels/device/kernel/planted.cuh").write_text(header)
     (tree / "kernels/host/planted.cpp").write_text(host)
-    check = {"cu129": check_targets.check_cu129, "aarch64": check_targets.check_aarch64}[target]
-    return check(tree / "build")[0]
+    if target == "cu129":
+        return check_targets.check_cu129(tree / "build")[0]
+    return check_targets.check_aarch64(tree / "build", runtime(tree))[0]
+
+
+def runtime(tree: Path) -> Path:
+    """A package with a static library of what a kernel's host part calls, or of nothing without a cross compiler."""
+    path, compiler = tree / "runtime.whl", shutil.which("aarch64-linux-gnu-gcc")
+    library = tree / "libcudart_static.a"
+    library.write_bytes(b"!<arch>\n")
+    if compiler is not None:
+        source = tree / "runtime.c"
+        source.write_text("".join(f"void {name}(void) {{}}\n" for name in CALLED))
+        subprocess.run([compiler, "-w", "-fPIC", "-c", source, "-o", tree / "runtime.o"], check=True)
+        library.unlink()
+        subprocess.run(["aarch64-linux-gnu-ar", "rc", library, tree / "runtime.o"], check=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(library, "nvidia/cu13/lib/libcudart_static.a")
+    return path
 
 
 @pytest.fixture
@@ -95,14 +123,23 @@ def test_aarch64(tree: Path) -> None:
     assert judged(tree, "aarch64") == []
     (fault, *_) = judged(tree, "aarch64", host="#include <immintrin.h>\n")
     assert "immintrin.h" in fault
+    # What only the driver's library has must not be wanted, on this machine as on any.
+    driver = (
+        'extern "C" int cuInit(unsigned);\n__attribute__((constructor)) static void use() { cuInit(0); }\n'
+    )
+    (fault, *_) = judged(tree, "aarch64", host=driver)
+    assert fault == "the library wants symbol cuInit, which is not of torch's stable ABI"
 
 
 def test_says_what_is_missing(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check_targets.shutil, "which", lambda name: None)
-    assert check_targets.main(["aarch64", str(tree / "build")]) == 2
+    assert check_targets.main(["aarch64", str(tree / "build"), str(runtime(tree))]) == 2
     assert "Debian's package is g++-aarch64-linux-gnu" in capsys.readouterr().err
+    monkeypatch.setattr(check_targets.shutil, "which", lambda name: name)
+    assert check_targets.main(["aarch64", str(tree / "build"), str(tree / "gone.whl")]) == 2
+    assert "no package of the CUDA runtime for aarch64" in capsys.readouterr().err
     monkeypatch.setattr(nvrtc, "packages", lambda: tree)
     assert check_targets.main(["cu129", str(tree / "build")]) == 2
     assert "dependency group targets" in capsys.readouterr().err
@@ -112,4 +149,4 @@ def test_says_what_is_missing(
 def test_no_file_is_no_pass(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "build/compile_commands.json").write_text("[]")
     monkeypatch.setattr(check_targets.shutil, "which", lambda name: name)
-    assert "got no host files, want some" in check_targets.check_aarch64(tree / "build")[0]
+    assert check_targets.check_aarch64(tree / "build", runtime(tree))[0] == ["got no files, want some"]
