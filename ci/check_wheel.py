@@ -29,7 +29,7 @@ else:
     import tomli as tomllib
 
 NAME = re.compile(
-    r"mega_moe-(?P<version>[\w.!+]+)-py3-none-(?P<platform>manylinux_2_\d+_(?P<machine>x86_64|aarch64))\.whl"
+    r"mega_moe-(?P<version>[\w.!+]+)-py3-none-manylinux_2_(?P<glibc>\d+)_(?P<machine>x86_64|aarch64)\.whl"
 )
 MAX_BYTES = 10_000_000
 LIBRARY = "mega_moe/_lib/mega_moe_ops.so"
@@ -113,18 +113,15 @@ def label_faults(files: dict[str, bytes], build: dict[str, object], version: str
     return faults
 
 
-def platform_faults(path: Path, platform: str) -> list[str]:
+def platform_faults(path: Path, glibc: int, machine: str) -> list[str]:
     """Whether auditwheel grants the platform tag, and without putting another library inside."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch.so", "--only-plat"]
-        run = subprocess.run(
-            [*command, "--plat", platform, "-w", folder, path], capture_output=True, text=True, check=False
-        )
-        if run.returncode:
-            return [f"auditwheel refuses {platform}: {run.stderr.strip().splitlines()[-1]}"]
-        got = [name for made in Path(folder).glob("*.whl") for name in wheel_file.read(made)]
-        grafted = [name for name in got if ".libs/" in name]
-        return [f"auditwheel would put {name} into the wheel" for name in grafted]
+    try:
+        oldest, built_for = finish_wheel.granted(path)
+    except ValueError as error:
+        return [str(error)]
+    if (oldest > glibc) or built_for != machine:
+        return [f"tag is for glibc 2.{glibc} on {machine}, auditwheel grants 2.{oldest} on {built_for}"]
+    return []
 
 
 def architecture_faults(
@@ -205,7 +202,9 @@ def check(path: Path) -> list[str]:
     metadata, wheel = (files[f"{info}/{name}"].decode() for name in ("METADATA", "WHEEL"))
     faults += metadata_faults(metadata, wheel, build, version)
     if match:
-        faults += label_faults(files, build, version) + platform_faults(path, match["platform"])
+        faults += label_faults(files, build, version) + platform_faults(
+            path, int(match["glibc"]), match["machine"]
+        )
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / PurePosixPath(LIBRARY).name
         library.write_bytes(files[LIBRARY])

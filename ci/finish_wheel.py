@@ -34,21 +34,48 @@ SBOM = "sboms/mega-moe.cdx.json"
 COMMIT = re.compile(r"[0-9a-f]{40}(?:\+changes)?|unknown")
 
 
-def repair(wheel: Path, folder: Path) -> Path:
-    """The wheel with the platform tag that auditwheel finds; ValueError where it would need other libraries inside."""
-    run = subprocess.run(
-        [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch.so", "-w", folder, wheel],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def audited(wheel: Path, folder: Path, *options: str) -> Path:
+    """What auditwheel makes of the wheel; ValueError where it refuses, or would put another library inside."""
+    command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch.so", "-w", str(folder)]
+    run = subprocess.run([*command, *options, str(wheel)], capture_output=True, text=True, check=False)
     if run.returncode:
-        raise ValueError(f"auditwheel: {run.stderr.strip().splitlines()[-1] if run.stderr else run.stdout}")
+        raise ValueError(f"auditwheel: {' '.join((run.stderr or run.stdout).strip().splitlines()[-3:])}")
     (repaired,) = folder.glob("*.whl")
     grafted = [name for name in wheel_file.read(repaired) if re.search(r"(?:^|/)[\w.-]+\.libs/", name)]
     if grafted:
         raise ValueError(f"auditwheel grafted {grafted} into the wheel, must be nothing")
     return repaired
+
+
+def without_platform(wheel: Path, folder: Path) -> Path:
+    """A copy that claims no manylinux tag: auditwheel leaves the claims that it finds."""
+    head, _, tag = wheel.stem.rpartition("-")
+    machine = "aarch64" if tag.endswith("aarch64") else "x86_64"
+    files = wheel_file.read(wheel)
+    name = f"{wheel_file.info_folder(files)}/WHEEL"
+    kept = [line for line in files[name].decode().splitlines() if line and not line.startswith("Tag: ")]
+    files[name] = "\n".join([*kept, f"Tag: py3-none-linux_{machine}", ""]).encode()
+    path = folder / f"{head}-linux_{machine}.whl"
+    wheel_file.write(path, files)
+    return path
+
+
+def granted(wheel: Path) -> tuple[int, str]:
+    """The oldest glibc, 2.x as x, and the machine that the symbols of the wheel's library allow, on any machine."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        name = audited(without_platform(wheel, folder / "plain"), folder / "audited").name
+    tags = re.findall(r"manylinux_2_(\d+)_([a-z0-9_]+)", name)
+    if not tags:
+        raise ValueError(f"auditwheel grants no manylinux tag, only {name.split('-', 2)[2]}")
+    return min(int(glibc) for glibc, _ in tags), tags[0][1]
+
+
+def repair(wheel: Path, folder: Path) -> Path:
+    """The wheel with one platform tag: that of the matrix, or a later one where the binary needs it."""
+    glibc, machine = granted(wheel)
+    wanted = max(glibc, int(matrix.load().policy.rpartition("_")[2]))
+    return audited(wheel, folder, "--only-plat", "--plat", f"manylinux_2_{wanted}_{machine}")
 
 
 def label_of(build: dict[str, Any]) -> str:

@@ -159,9 +159,14 @@ def test_refuses_a_platform_that_the_symbols_do_not_allow(wheel: Path, tmp_path:
     """A wheel for glibc 2.17 would install on systems where the library does not load."""
     match = check_wheel.NAME.fullmatch(wheel.name)
     assert match is not None
-    name = wheel.name.replace(match["platform"], f"manylinux_2_17_{match['machine']}")
-    faults = rewritten(wheel, tmp_path, lambda files: None, name)
-    assert any("auditwheel refuses manylinux_2_17_" in fault for fault in faults), faults
+    machine, other = match["machine"], {"x86_64": "aarch64", "aarch64": "x86_64"}[match["machine"]]
+    old = f"manylinux_2_{match['glibc']}_{machine}"
+    for new, reason in (
+        (f"manylinux_2_17_{machine}", f"tag is for glibc 2.17 on {machine}, auditwheel grants 2."),
+        (f"manylinux_2_{match['glibc']}_{other}", "auditwheel: "),
+    ):
+        faults = rewritten(wheel, tmp_path, replace("/WHEEL", old, new), wheel.name.replace(old, new))
+        assert any(reason in fault for fault in faults), faults
 
 
 def test_refuses_too_much(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

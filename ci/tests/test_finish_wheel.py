@@ -123,3 +123,18 @@ def test_refuses_a_library_that_would_be_grafted(plain: Path, tmp_path: Path) ->
     other.unlink()
     with pytest.raises(ValueError, match="auditwheel: "):
         finish_wheel.finish(wheel, tmp_path / "out", COMMIT, "2.13.0")
+
+
+def test_the_tag_is_that_of_the_matrix_where_the_binary_allows_it(plain: Path, tmp_path: Path) -> None:
+    """A library that would run on older systems still gets the one tag that the release check and the index expect."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs gcc")
+    code, library = tmp_path / "code.c", tmp_path / "old.so"
+    code.write_text("int use(void) { return 1; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, code], check=True)
+    (tmp_path / "in").mkdir()
+    wheel = with_library(plain, tmp_path / "in", library)
+    assert finish_wheel.granted(wheel)[0] < 28
+    made = finish_wheel.finish(wheel, tmp_path / "out", COMMIT, "2.13.0")
+    assert made.name.endswith(f"-py3-none-manylinux_2_28_{finish_wheel.granted(wheel)[1]}.whl")
