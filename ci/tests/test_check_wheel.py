@@ -72,7 +72,27 @@ def test_the_built_wheel_passes(wheel: Path, tmp_path: Path) -> None:
             "mega_moe/leak.py holds the path /home",
         ),
         (drop("mega_moe/py.typed"), "mega_moe/py.typed is missing"),
-        (drop("LICENSE"), "the licence is missing"),
+        (drop("LICENSE"), "licenses/LICENSE is missing from dist-info"),
+        (drop("NOTICE"), "licenses/NOTICE is missing from dist-info"),
+        (drop("mega-moe.cdx.json"), "sboms/mega-moe.cdx.json is missing from dist-info"),
+        (drop("wheel.json"), "mega_moe/_lib/wheel.json is missing"),
+        (drop("RECORD"), "RECORD is missing from dist-info"),
+        (drop("nn.py"), "RECORD lists mega_moe/nn.py, which is not there"),
+        (add("mega_moe/more.py"), "RECORD does not list mega_moe/more.py"),
+        (replace("mega_moe/nn.py", "import", "import "), "mega_moe/nn.py is not what RECORD says"),
+        (add("mega_moe-0.2.0.dist-info/METADATA"), "dist-info: got"),
+        (replace("wheel.json", '"cu130"', '"cu129"'), "label in wheel.json is cu129, must be cu130"),
+        (replace("wheel.json", '"commit": "', '"commit": "v'), "must be a commit's 40 digits"),
+        (replace("wheel.json", '"driver"', '"drivers"'), "flavours in wheel.json do not say"),
+        (
+            replace("build.json", '"13.0"', '"12.9"'),
+            "name is +cu130, the library is built with CUDA 12.9",
+        ),
+        (replace("cdx.json", '"version": "13.0"', '"version": "13.1"'), "must list the CUDA runtime 13.0"),
+        (
+            replace("cdx.json", '"version": "0.1.0+cu130"', '"version": "0.1.0"'),
+            "of materials is of version 0.1.0",
+        ),
         (drop("mega_moe_ops.so"), "mega_moe/_lib/mega_moe_ops.so is missing"),
         (drop("build.json"), "mega_moe/_lib/build.json is missing"),
         (
@@ -111,6 +131,7 @@ def test_refuses(
     [
         "mega_moe-0.1.0-cp311-cp311-linux_x86_64.whl",
         "mega_moe-0.1.0-py3-none-any.whl",
+        "mega_moe-0.1.0+cu130-py3-none-linux_x86_64.whl",
         "mega_moe-0.1.0-cp311-abi3-manylinux_2_34_x86_64.whl",
     ],
 )
@@ -119,19 +140,33 @@ def test_refuses_a_tag(wheel: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["0.1.0-py3-none-manylinux_2_34_aarch64", "0.1.0+cu130-py3-none-linux_x86_64"]
+    "name", ["0.1.0-py3-none-manylinux_2_34_aarch64", "0.1.0+cu130-py3-none-manylinux_2_28_x86_64"]
 )
 def test_takes_a_tag(name: str) -> None:
     assert check_wheel.name_faults(f"mega_moe-{name}.whl") == []
 
 
 def test_refuses_a_version_that_the_name_does_not_carry(wheel: Path, tmp_path: Path) -> None:
-    name = wheel.name.replace("-0.1.0-", "-0.2.0-")
+    name = wheel.name.replace("-0.1.0+", "-0.2.0+")
     faults = rewritten(wheel, tmp_path, lambda files: None, name)
     assert [fault for fault in faults if "version in" in fault] == [
-        "version in METADATA is 0.1.0, in the file name 0.2.0",
+        "version in METADATA is 0.1.0+cu130, in the file name 0.2.0+cu130",
         "version in build.json is 0.1.0, in the file name 0.2.0",
     ]
+
+
+def test_refuses_a_platform_that_the_symbols_do_not_allow(wheel: Path, tmp_path: Path) -> None:
+    """A wheel for glibc 2.17 would install on systems where the library does not load."""
+    match = check_wheel.NAME.fullmatch(wheel.name)
+    assert match is not None
+    machine, other = match["machine"], {"x86_64": "aarch64", "aarch64": "x86_64"}[match["machine"]]
+    old = f"manylinux_2_{match['glibc']}_{machine}"
+    for new, reason in (
+        (f"manylinux_2_17_{machine}", f"tag is for glibc 2.17 on {machine}, auditwheel grants 2."),
+        (f"manylinux_2_{match['glibc']}_{other}", "auditwheel: "),
+    ):
+        faults = rewritten(wheel, tmp_path, replace("/WHEEL", old, new), wheel.name.replace(old, new))
+        assert any(reason in fault for fault in faults), faults
 
 
 def test_refuses_too_much(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

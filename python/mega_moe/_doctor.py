@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import mega_moe
+from mega_moe._advice import Installation, advice
 from mega_moe._backends.decide import Verdict, decide
 from mega_moe._backends.facts import RankFacts, collect
 from mega_moe._backends.request import Request
@@ -63,10 +64,10 @@ def examine() -> dict[str, Any]:
         "links": _links(facts),
         "layer": _LAYER,
         "judgements": judgements,
-        "distributions": distributions,
+        "distributions": [f"{place} ({version})" for place, version in distributions],
         "package": str(Path(mega_moe.__file__).parent),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "advice": _advice(facts, distributions),
+        "advice": advice(facts, _installation(distributions)),
     }
 
 
@@ -131,7 +132,9 @@ def _versions(fact: RankFacts) -> dict[str, str | None]:
 
 def _library() -> dict[str, Any]:
     status = library.status()
-    return {"loaded": status.loaded, "reason": status.reason, "path": status.path, **status.build}
+    record = library.wheel_record()
+    origin = {name: record.get(name) for name in ("label", "commit")}
+    return {"loaded": status.loaded, "reason": status.reason, "path": status.path, **status.build, **origin}
 
 
 def _device(fact: RankFacts) -> dict[str, Any]:
@@ -157,35 +160,22 @@ def _links(facts: list[RankFacts]) -> dict[str, Any]:
     }
 
 
-def _advice(facts: list[RankFacts], distributions: list[str]) -> list[str]:
-    advice = []
-    if not facts[0].library_loaded:
-        advice.append(
-            f"the compiled library is missing ({facts[0].library_reason}): install the mega-moe wheel"
-        )
-    if facts[0].torch_cuda is None and shutil.which("nvidia-smi"):
-        advice.append(
-            "there is an NVIDIA driver, but this torch is built without CUDA: install a CUDA build of torch"
-        )
-    elif facts[0].torch_cuda is not None and facts[0].device_type == "cpu":
-        advice.append("torch is built with CUDA but sees no GPU: check the driver and CUDA_VISIBLE_DEVICES")
-    if len(distributions) > 1:
-        advice.append(f"mega-moe is installed {len(distributions)} times: uninstall until one is left")
-    package = Path(mega_moe.__file__).parent.parent
-    if distributions and package.resolve() not in {Path(place).resolve() for place in distributions}:
-        advice.append(
-            f"the imported package in {package} hides the installed one: leave that folder or PYTHONPATH"
-        )
-    missing = [name for name in ("tqdm", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        advice.append(f"`mega-moe train` needs {' and '.join(missing)}: pip install 'mega-moe[demo]'")
-    return advice
+def _installation(distributions: list[tuple[str, str]]) -> Installation:
+    return Installation(
+        distributions=tuple(distributions),
+        package=Path(mega_moe.__file__).parent,
+        record=library.wheel_record(),
+        missing_extras=tuple(
+            name for name in ("tqdm", "matplotlib") if importlib.util.find_spec(name) is None
+        ),
+        driver_tool=shutil.which("nvidia-smi") is not None,
+    )
 
 
-def _distributions() -> list[str]:
-    """Folders in which a distribution named mega-moe is installed."""
-    places = (str(found.locate_file("")) for found in metadata.distributions(name="mega-moe"))
-    return list(dict.fromkeys(places))
+def _distributions() -> list[tuple[str, str]]:
+    """Folder and version of every distribution named mega-moe."""
+    found = ((str(one.locate_file("")), one.version) for one in metadata.distributions(name="mega-moe"))
+    return list(dict.fromkeys(found))
 
 
 def _nvidia_smi(*arguments: str) -> str | None:

@@ -24,6 +24,7 @@ FUSED_MIN_SMS = 2
 # torch's grouped product reads rows in 16-byte pieces: 8 bf16 numbers.
 GROUPED_MULTIPLE = 8
 
+_WHAT_TO_INSTALL = ": `mega-moe doctor` says what to install"
 _NO_MXFP8 = "precision mxfp8 needs Blackwell kernels, which do not exist yet"
 # Precisions of the two directions, where they are not the request's own.
 _DIRECTIONS = {"fp8_bwd": ("bf16", "fp8")}
@@ -201,7 +202,7 @@ def _architecture(request: Request, fact: RankFacts) -> Iterator[str]:
     serving = [a for a in fact.library_architectures if a.rstrip("af") == device]
     if not serving:
         holds = ", ".join(f"sm_{a}" for a in fact.library_architectures) or "none"
-        yield f"the device is sm_{device} ({fact.device_name}), this wheel holds {holds}"
+        yield f"the device is sm_{device} ({fact.device_name}), this wheel holds {holds}{_WHAT_TO_INSTALL}"
         return
     yield from _routing(device, fact)
     for op, precision in zip(("forward", "backward"), _directions(request), strict=True):
@@ -232,7 +233,7 @@ def _driver(fact: RankFacts) -> Iterator[str]:
     built = int(fact.library_cuda.split(".")[0])
     if fact.driver_cuda[0] < built:
         have = ".".join(map(str, fact.driver_cuda))
-        yield f"the driver serves CUDA {have}, this wheel is built with CUDA {fact.library_cuda}: update the driver"
+        yield f"the driver serves CUDA {have}, this wheel is built with CUDA {fact.library_cuda}{_WHAT_TO_INSTALL}"
 
 
 def _links(facts: Sequence[RankFacts]) -> Iterator[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import platform
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,17 @@ def torch_version() -> tuple[int, int]:
 @functools.cache
 def build_record() -> dict[str, Any]:
     """build.json of the wheel (CUDA version, architectures, hash of the kernel sources); empty when it is missing."""
-    path = _FOLDER / "build.json"
+    return _json("build.json")
+
+
+@functools.cache
+def wheel_record() -> dict[str, Any]:
+    """wheel.json (label, commit, the flavours that are published); empty where no published wheel is installed."""
+    return _json("wheel.json")
+
+
+def _json(name: str) -> dict[str, Any]:
+    path = _FOLDER / name
     if not path.is_file():
         return {}
     record: dict[str, Any] = json.loads(path.read_text())
@@ -56,8 +68,18 @@ def status() -> LibraryStatus:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return LibraryStatus(False, f"{path} does not load: {error}", str(path))
+        why = str(error.__cause__ or error)  # newer torch hides the linker's words behind its own
+        return LibraryStatus(False, f"{path} does not load: {why}{_glibc(why)}", str(path))
     return LibraryStatus(True, None, str(path), build_record())
+
+
+def _glibc(error: str) -> str:
+    """What the linker's word about a missing symbol version means; empty for other errors."""
+    wanted = re.search(r"version `GLIBC_([\d.]+)' not found", error)
+    if wanted is None:
+        return ""
+    have = platform.libc_ver()[1] or "unknown"
+    return f"; this system's glibc is {have}, the wheel needs {wanted[1]} or newer"
 
 
 def require() -> Any:

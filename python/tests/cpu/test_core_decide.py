@@ -37,7 +37,8 @@ NO_ROUTE = "this wheel holds no routing kernel for sm_90"
 
 
 def other(name: str, number: int, *, cuda: str = "90a", ranks: str = "") -> str:
-    return f"{ranks}the device is sm_{number} ({name}), this wheel holds sm_{cuda}"
+    reason = f"the device is sm_{number} ({name}), this wheel holds sm_{cuda}"
+    return f"{ranks}{reason}: `mega-moe doctor` says what to install"
 
 
 def missing(op: str, precision: str, arch: str = "90a") -> str:
@@ -160,7 +161,7 @@ TABLE = {
     "sm_unknown": Row("fused", (other("H200", "00"),), request(), [gpu(compute_capability=None)]),
     "wheel-without-architectures": Row(
         "fused",
-        ("the device is sm_90 (H200), this wheel holds none",),
+        ("the device is sm_90 (H200), this wheel holds none: `mega-moe doctor` says what to install",),
         request(),
         [gpu(library_architectures=())],
     ),
@@ -221,7 +222,9 @@ TABLE = {
     ),
     "driver-too-old": Row(
         "fused",
-        ("the driver serves CUDA 12.9, this wheel is built with CUDA 13.0: update the driver",),
+        (
+            "the driver serves CUDA 12.9, this wheel is built with CUDA 13.0: `mega-moe doctor` says what to install",
+        ),
         request(),
         [gpu(driver_cuda=(12, 9))],
     ),

@@ -158,7 +158,7 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder where the library is looked for."""
-    cached = (library.build_record, library.status, library.variants)
+    cached = (library.build_record, library.wheel_record, library.status, library.variants)
     for function in cached:
         function.cache_clear()
     monkeypatch.setattr(library, "_FOLDER", tmp_path)

@@ -1,0 +1,123 @@
+"""Refuses a workflow that does more than call one command that a person also types, or that may do more than it needs.
+
+    python ci/check_workflows.py [ROOT]
+
+Rules over ROOT/.github/workflows, beside what actionlint and zizmor know:
+- a job runs one nox session, defined in noxfile.py, and neither builds nor installs anything of the project itself;
+- actions are pinned by the 40 digits of a commit, with the version in a comment;
+- no permission is given to a whole workflow, each job names what it needs;
+- what runs on the project's own machines installs the artifact of a build and never builds;
+- a release is drafted by one job and published by another, which needs the first and checks what was uploaded.
+Prints one line per fault, exits 1 when there is any.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# What stands in a run step without being a session; a job that reads the matrix prints it for others.
+BUILDS = re.compile(
+    r"\b(?:cmake|ninja|cibuildwheel|auditwheel|docker|podman|nvcc|pytest)\b"
+    r"|pip3? (?:install|wheel) (?!nox\b)|-m build\b"
+)
+SESSION = re.compile(r"\bnox -s (\S+)")
+BUILDING_SESSIONS = {"wheel", "check_wheel", "wheel_manylinux", "reproducible", "tests", "demo"}
+PINNED = re.compile(r"uses: (?:[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d\S*|\$/\.github/workflows/\w+\.yml)$")
+PUBLISHES = "--draft=false"
+
+
+def sessions(root: Path) -> set[str]:
+    tree = ast.parse((root / "noxfile.py").read_text(encoding="utf-8"))
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and "nox.session" in map(ast.unparse, node.decorator_list)
+    }
+
+
+def called(job: dict[str, Any]) -> list[str]:
+    """Sessions that the steps of a job start, a matrix of them resolved."""
+    found: list[str] = []
+    for step in job.get("steps", ()):
+        for name in SESSION.findall(step.get("run", "")):
+            if name.startswith(('"$', "$")):
+                variable = step.get("env", {}).get(name.strip('"$'), "")
+                key = re.fullmatch(r"\$\{\{ matrix\.(\w+) \}\}", variable)
+                found += job["strategy"]["matrix"][key[1]] if key else [name]
+            else:
+                found.append(name)
+    return found
+
+
+def job_faults(name: str, job: dict[str, Any], known: set[str]) -> Iterator[str]:
+    if "permissions" not in job:
+        yield f"{name}: names no permissions"
+    if "uses" in job:
+        return
+    if "timeout-minutes" not in job:
+        yield f"{name}: has no timeout-minutes"
+    runs = [step.get("run", "") for step in job["steps"]]
+    if sum(len(SESSION.findall(run)) for run in runs) > 1:
+        yield f"{name}: starts more than one nox session"
+    for session in called(job):
+        if session not in known:
+            yield f"{name}: no such nox session: {session}"
+    for run in runs:
+        if found := BUILDS.search(run):
+            yield f"{name}: does itself what a nox session is for: {found.group().strip()}"
+    if "self-hosted" in job["runs-on"]:
+        for session in called(job):
+            line = next(run for run in runs if "nox -s" in run)
+            if session in BUILDING_SESSIONS or ".whl" not in line:
+                yield f"{name}: runs {session} on the project's own machine without the wheel of a build"
+
+
+def release_faults(jobs: dict[str, Any]) -> Iterator[str]:
+    """Over every job that creates or publishes a release."""
+    text = {
+        name: "\n".join(step.get("run", "") for step in job.get("steps", ())) for name, job in jobs.items()
+    }
+    drafts = {name for name, run in text.items() if "gh release create" in run}
+    for name in drafts:
+        if "--draft" not in text[name] or PUBLISHES in text[name]:
+            yield f"{name}: creates a release that is not a draft"
+    for name, run in text.items():
+        needs = jobs[name].get("needs", [])
+        if PUBLISHES in run and not drafts & ({needs} if isinstance(needs, str) else set(needs)):
+            yield f"{name}: publishes without needing the job that drafts"
+        if PUBLISHES in run and not re.search(r"sha256sum --check.*nox -s release_check", run, re.DOTALL):
+            yield f"{name}: publishes what it did not check"
+
+
+def faults(path: Path, known: set[str]) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    data = yaml.safe_load(text)
+    found = [
+        f"line {number}: '{line.strip()}' is not pinned by a commit with its version behind it"
+        for number, line in enumerate(text.splitlines(), 1)
+        if (use := re.search(r"uses: .*", line)) and not PINNED.fullmatch(use.group())
+    ]
+    if data.get("permissions") != {}:
+        found.append(f"permissions of the workflow are {data.get('permissions')}, must be {{}}")
+    for name, job in data["jobs"].items():
+        found += job_faults(name, job, known)
+    return [f"{path.name}: {fault}" for fault in [*found, *release_faults(data["jobs"])]]
+
+
+def main(argv: list[str]) -> int:
+    root = Path(argv[0] if argv else ".").resolve()
+    paths = sorted((root / ".github/workflows").glob("*.yml"))
+    found = [fault for path in paths for fault in faults(path, sessions(root))]
+    print(*found, f"check_workflows: {len(paths)} workflows, {len(found)} faults", sep="\n")
+    return 1 if found or not paths else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,218 @@
+"""Makes the wheel that is published out of the one that the build wrote.
+
+    python ci/finish_wheel.py WHEEL FOLDER --commit COMMIT
+    python ci/finish_wheel.py LABELLED_WHEEL FOLDER --strip-label
+
+1. auditwheel gives the platform tag that the binary's symbols allow. It may graft nothing: torch is the user's, and
+   nothing else is needed.
+2. The version gets the local label of the CUDA version, such as 0.1.0+cu130. The package index refuses labels:
+   --strip-label makes the same wheel without one.
+3. mega_moe/_lib/wheel.json says label, commit and the other flavours, so that errors can name what to install.
+4. A bill of materials in dist-info/sboms lists what was linked in.
+The same input gives the same bytes. Needs auditwheel and patchelf; prints the path of the new wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import uuid
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import matrix
+import wheel_file
+
+BUILD = "mega_moe/_lib/build.json"
+WHEEL_RECORD = "mega_moe/_lib/wheel.json"
+SBOM = "sboms/mega-moe.cdx.json"
+COMMIT = re.compile(r"[0-9a-f]{40}(?:\+changes)?|unknown")
+
+
+def audited(wheel: Path, folder: Path, *options: str) -> Path:
+    """What auditwheel makes of the wheel; ValueError where it refuses, or would put another library inside."""
+    command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch.so", "-w", str(folder)]
+    run = subprocess.run([*command, *options, str(wheel)], capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise ValueError(f"auditwheel: {' '.join((run.stderr or run.stdout).strip().splitlines()[-3:])}")
+    (repaired,) = folder.glob("*.whl")
+    grafted = [name for name in wheel_file.read(repaired) if re.search(r"(?:^|/)[\w.-]+\.libs/", name)]
+    if grafted:
+        raise ValueError(f"auditwheel grafted {grafted} into the wheel, must be nothing")
+    return repaired
+
+
+def without_platform(wheel: Path, folder: Path) -> Path:
+    """A copy that claims no manylinux tag: auditwheel leaves the claims that it finds."""
+    head, _, tag = wheel.stem.rpartition("-")
+    machine = "aarch64" if tag.endswith("aarch64") else "x86_64"
+    files = wheel_file.read(wheel)
+    name = f"{wheel_file.info_folder(files)}/WHEEL"
+    kept = [line for line in files[name].decode().splitlines() if line and not line.startswith("Tag: ")]
+    files[name] = "\n".join([*kept, f"Tag: py3-none-linux_{machine}", ""]).encode()
+    path = folder / f"{head}-linux_{machine}.whl"
+    wheel_file.write(path, files)
+    return path
+
+
+def granted(wheel: Path) -> tuple[int, str]:
+    """The oldest glibc, 2.x as x, and the machine that the symbols of the wheel's library allow, on any machine."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        name = audited(without_platform(wheel, folder / "plain"), folder / "audited").name
+    tags = re.findall(r"manylinux_2_(\d+)_([a-z0-9_]+)", name)
+    if not tags:
+        raise ValueError(f"auditwheel grants no manylinux tag, only {name.split('-', 2)[2]}")
+    return min(int(glibc) for glibc, _ in tags), tags[0][1]
+
+
+def repair(wheel: Path, folder: Path) -> Path:
+    """The wheel with one platform tag: that of the matrix, or a later one where the binary needs it."""
+    glibc, machine = granted(wheel)
+    wanted = max(glibc, int(matrix.load().policy.rpartition("_")[2]))
+    return audited(wheel, folder, "--only-plat", "--plat", f"manylinux_2_{wanted}_{machine}")
+
+
+def label_of(build: dict[str, Any]) -> str:
+    return "cu" + str(build["cuda"]).replace(".", "")
+
+
+def wheel_record(build: dict[str, Any], commit: str) -> dict[str, Any]:
+    flavours = [
+        {
+            "label": flavour.label,
+            "cuda": flavour.version,
+            "driver": flavour.driver,
+            "architectures": list(flavour.architectures),
+        }
+        for flavour in matrix.load().flavours
+    ]
+    return {"label": label_of(build), "commit": commit, "flavours": flavours}
+
+
+def sbom(version: str, build: dict[str, Any], torch: str) -> dict[str, Any]:
+    """CycloneDX: this package and what its binary contains of others."""
+    package = f"pkg:pypi/mega-moe@{version}"
+    # Derived, so that the same wheel has the same number.
+    serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{package}?kernels={build['kernels_sha256']}")
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{serial}",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "library",
+                "bom-ref": package,
+                "name": "mega-moe",
+                "version": version,
+                "purl": package,
+                "licenses": [{"license": {"id": "Apache-2.0"}}],
+            }
+        },
+        "components": [
+            {
+                "type": "library",
+                "bom-ref": "cuda-runtime",
+                "name": "NVIDIA CUDA Runtime (libcudart_static.a)",
+                "version": build["cuda"],
+                "supplier": {"name": "NVIDIA Corporation"},
+                "licenses": [{"license": {"name": "CUDA Toolkit End User License Agreement"}}],
+            },
+            {
+                "type": "library",
+                "bom-ref": "torch-stable-abi",
+                "name": "PyTorch stable ABI (header files)",
+                "version": torch,
+                "purl": f"pkg:pypi/torch@{torch.partition('+')[0]}",
+                "licenses": [{"license": {"id": "BSD-3-Clause"}}],
+            },
+        ],
+        "dependencies": [{"ref": package, "dependsOn": ["cuda-runtime", "torch-stable-abi"]}],
+    }
+
+
+def as_json(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=1) + "\n").encode()
+
+
+def with_version(files: dict[str, bytes], version: str) -> dict[str, bytes]:
+    """The files under another version: its folder's name, its metadata, its bill of materials."""
+    info = wheel_file.info_folder(files)
+    new = f"mega_moe-{version}.dist-info"
+    moved = {
+        (new + name.removeprefix(info) if name.startswith(f"{info}/") else name): content
+        for name, content in files.items()
+    }
+    described = moved[f"{new}/METADATA"].decode()
+    moved[f"{new}/METADATA"] = re.sub(
+        r"^Version: .*$", f"Version: {version}", described, count=1, flags=re.MULTILINE
+    ).encode()
+    return moved
+
+
+def version_of(files: dict[str, bytes]) -> str:
+    return wheel_file.info_folder(files).removeprefix("mega_moe-").removesuffix(".dist-info")
+
+
+def save(folder: Path, tags: str, files: dict[str, bytes], torch: str) -> Path:
+    version, build = version_of(files), json.loads(files[BUILD])
+    files[f"{wheel_file.info_folder(files)}/{SBOM}"] = as_json(sbom(version, build, torch))
+    path = folder / f"mega_moe-{version}-{tags}"
+    wheel_file.write(path, files)
+    return path
+
+
+def finish(wheel: Path, folder: Path, commit: str, torch: str) -> Path:
+    """Path of the published form of `wheel` in `folder`; ValueError says what is wrong with the input."""
+    if not COMMIT.fullmatch(commit):
+        raise ValueError(f"commit: got {commit!r}, want 40 digits, with '+changes' where the tree differs")
+    with tempfile.TemporaryDirectory() as scratch:
+        repaired = repair(wheel, Path(scratch))
+        tags = repaired.name.split("-", 2)[2]
+        files = wheel_file.read(repaired)
+    plain = version_of(files)
+    if "+" in plain:
+        raise ValueError(f"{wheel.name}: version {plain} has a label already")
+    build = json.loads(files[BUILD])
+    files[WHEEL_RECORD] = as_json(wheel_record(build, commit))
+    return save(folder, tags, with_version(files, f"{plain}+{label_of(build)}"), torch)
+
+
+def strip_label(wheel: Path, folder: Path) -> Path:
+    """Path of the same wheel without the label, for the package index, which refuses labels."""
+    files = wheel_file.read(wheel)
+    plain, _, label = version_of(files).partition("+")
+    if not label:
+        raise ValueError(f"{wheel.name}: version {plain} has no label")
+    bill = json.loads(files[f"{wheel_file.info_folder(files)}/{SBOM}"])
+    (torch,) = (part["version"] for part in bill["components"] if part["bom-ref"] == "torch-stable-abi")
+    return save(folder, wheel.name.split("-", 2)[2], with_version(files, plain), torch)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="finish_wheel", description="Repair, label and describe a wheel.")
+    parser.add_argument("wheel", type=Path, help="as the build wrote it, or a labelled one")
+    parser.add_argument("folder", type=Path, help="where the new one goes")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--commit", help="what it was built from")
+    what.add_argument("--strip-label", action="store_true", help="only take the label off a finished wheel")
+    given = parser.parse_args(arguments)
+    try:
+        if given.strip_label:
+            print(strip_label(given.wheel, given.folder))
+        else:
+            print(finish(given.wheel, given.folder, given.commit, metadata.version("torch")))
+    except (ValueError, metadata.PackageNotFoundError) as error:
+        print(f"finish_wheel: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

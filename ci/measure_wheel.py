@@ -1,0 +1,166 @@
+"""Measures what a wheel costs before it computes: size, import, loading of the library, first call; and tells README.
+
+    python ci/measure_wheel.py WHEEL FILE.json [--device cuda]   measure with this Python's torch, write FILE.json
+    python ci/measure_wheel.py --write | --check                 README's table from ci/results/, or compare it
+
+WHEEL is unpacked into a temporary folder, and each figure is the median of fresh processes that import torch first. The
+first call is one forward pass of a small layer, with the buffer built and, on a GPU, torch's own context made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "ci" / "results"
+TABLE = re.compile(r"(<!-- wheel:begin -->\n).*?(<!-- wheel:end -->)", re.DOTALL)
+PROCESSES = 5
+
+PROBE = """
+import json, sys, time
+import torch
+device = sys.argv[1]
+def timed(what):
+    start = time.perf_counter()
+    value = what()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start), value
+if device == "cuda":
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+import warnings
+start = time.perf_counter()
+import mega_moe
+imported = 1e3 * (time.perf_counter() - start)
+warnings.simplefilter("ignore", mega_moe.FallbackWarning)
+from mega_moe._ops import library
+loaded, status = timed(library.status)
+assert status.loaded, status.reason
+hidden, intermediate, num_experts, top_k, tokens = 512, 256, 8, 2, 64
+buffer = mega_moe.MoEBuffer(None, num_experts=num_experts, max_tokens_per_rank=tokens, top_k=top_k, hidden=hidden,
+                            intermediate=intermediate, device=device)
+torch.manual_seed(0)
+x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+ids = torch.arange(tokens * top_k, device=device).reshape(tokens, top_k) % num_experts
+weights = torch.full((tokens, top_k), 0.5, device=device)
+w1 = torch.randn(num_experts, 2 * intermediate, hidden, device=device, dtype=torch.bfloat16)
+w2 = torch.randn(num_experts, hidden, intermediate, device=device, dtype=torch.bfloat16)
+call = lambda: mega_moe.moe(x, ids, weights, w1, w2, buffer=buffer)
+first, _ = timed(call)
+second, _ = timed(call)
+name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+print(json.dumps(dict(import_ms=imported, load_ms=loaded, first_call_ms=first, second_call_ms=second,
+                      backend=buffer.backend, device=name, torch=torch.__version__, version=mega_moe.__version__)))
+"""
+
+
+def measure(wheel: Path, device: str) -> dict[str, Any]:
+    """The figures of one wheel on one device; CalledProcessError where the package does not run there."""
+    with tempfile.TemporaryDirectory() as site:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--target",
+            site,
+        ]
+        subprocess.run([*command, str(wheel)], check=True)
+        environment = {**os.environ, "PYTHONPATH": site}
+        told = []
+        for _ in range(PROCESSES):
+            run = subprocess.run(
+                [sys.executable, "-c", PROBE, device],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            told.append(json.loads(run.stdout))
+    medians = {
+        key: round(statistics.median(one[key] for one in told), 2) for key in told[0] if key.endswith("_ms")
+    }
+    content = wheel.read_bytes()
+    return {
+        **told[0],
+        **medians,
+        "wheel": wheel.name,
+        "wheel_sha256": hashlib.sha256(content).hexdigest(),
+        "wheel_bytes": len(content),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def table(results: Path = RESULTS) -> str:
+    """The figures of every file in `results`, as Markdown."""
+    lines = [
+        "| measured on | torch | wheel | size | import | library loads | first call | second call |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for path in sorted(results.glob("wheel-*.json")):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        imported, loaded, first, second = (
+            f"{one[key]:.3g} ms" for key in ("import_ms", "load_ms", "first_call_ms", "second_call_ms")
+        )
+        cells = (
+            f"{one['device']}, {one['date']}",
+            one["torch"],
+            f"{one['version']}, `{one['wheel_sha256'][:12]}`",
+            f"{one['wheel_bytes'] / 1e6:.2f} MB",
+            imported,
+            loaded,
+            f"{first} ({one['backend']})",
+            second,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="measure_wheel", description="What a wheel costs before it computes."
+    )
+    parser.add_argument("wheel", type=Path, nargs="?")
+    parser.add_argument("result", type=Path, nargs="?")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--write", action="store_true", help="README's table anew")
+    parser.add_argument("--check", action="store_true", help="refuse a README whose table is another")
+    given = parser.parse_args(arguments)
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    new = TABLE.sub(lambda match: match[1] + table() + match[2], text)
+    if given.check:
+        fine = TABLE.search(text) is not None and new == text
+        print(f"measure_wheel: README.md {'has the figures of' if fine else 'differs from'} ci/results")
+        return 0 if fine else 1
+    if given.write:
+        readme.write_text(new, encoding="utf-8")
+        return 0
+    if given.wheel is None or given.result is None:
+        parser.error("got no WHEEL and FILE.json, and neither --write nor --check")
+    found = measure(given.wheel, given.device)
+    given.result.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
