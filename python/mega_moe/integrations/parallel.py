@@ -1,0 +1,138 @@
+"""FSDP2 with expert parallelism over a grid of ranks, one gradient norm over both meshes, and selective checkpointing.
+
+The ranks form a grid [data, expert]: ranks of one row (an NVLink domain) hold different experts, the rows hold the same
+ones and split each expert's matrices. Everything else is split over all ranks. Expert parameters are DTensors of their
+full shape, so optimizers, `torch.distributed.checkpoint` and a later run with another grid see whole experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mega_moe.integrations.adapters import served_by
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class Meshes(NamedTuple):
+    """``world`` has all ranks in one dimension; ``data`` and ``expert`` are this rank's column and row of the grid."""
+
+    world: DeviceMesh
+    data: DeviceMesh
+    expert: DeviceMesh
+
+
+def make_meshes(device_type: str, ep_size: int) -> Meshes:
+    """Grid of all ranks with ``ep_size`` ranks in a row. Collective over all ranks, which torch.distributed knows.
+
+    Neighbouring ranks share the experts: with torchrun a row stays inside one machine when ``ep_size`` divides the
+    ranks of a machine.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = dist.get_world_size()
+    if ep_size < 1 or size % ep_size:
+        raise ValueError(f"ep_size: got {ep_size}, want a divisor of the {size} ranks")
+    grid = init_device_mesh(device_type, (size // ep_size, ep_size), mesh_dim_names=("data", "expert"))
+    return Meshes(init_device_mesh(device_type, (size,)), grid["data"], grid["expert"])
+
+
+def shard(
+    model: nn.Module,
+    meshes: Meshes,
+    blocks: Iterable[nn.Module],
+    *,
+    gradients: Literal["sum", "mean"] = "mean",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> None:
+    """`fully_shard` a converted model: each switched layer's experts over ``data``, blocks and the rest over all ranks.
+
+    Args:
+        model: after `convert` with ``mesh=meshes.expert``.
+        meshes: of `make_meshes`.
+        blocks: the transformer blocks, each gathered and freed as one.
+        gradients: "mean" for a loss that is the mean over the rank's own tokens, "sum" for one that is the rank's part
+            of the global mean. Experts' gradients hold the tokens of all ranks of their row, so they are divided by
+            the number of all ranks where the others are averaged over them.
+        mp_policy: mixed precision, for all parameters alike.
+        reshard_after_forward: as of `fully_shard`.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
+
+    policy = mp_policy or MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    # Experts are given what the model computes, routing weights in fp32 among it.
+    as_given = {
+        **options,
+        "mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False),
+    }
+    for module in list(model.modules()):
+        if served_by(module) is not None:
+            # By rows of each matrix and not by experts, of which there may be fewer than ranks.
+            fully_shard(module, mesh=meshes.data, shard_placement_fn=lambda _: Shard(1), **as_given)
+    for block in blocks:
+        fully_shard(block, mesh=meshes.world, **options)
+    fully_shard(model, mesh=meshes.world, **options)
+    divisor = 1.0 if gradients == "sum" else float(meshes.world.size())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(divisor)
+            # Such a factor is otherwise sent as a scaled sum, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | nn.Module,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` over parameters on several meshes, which that function refuses. Collective.
+
+    Returns the norm of all gradients before clipping as a plain tensor, equal on all ranks and to that of one process.
+    Gradients that are no DTensors are taken to be equal on all ranks.
+    """
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    meshes: dict[Any, list[Tensor]] = {}
+    for parameter in given:
+        if parameter.grad is not None:
+            key = (getattr(parameter.grad, "device_mesh", None), parameter.grad.device)
+            meshes.setdefault(key, []).append(parameter)
+    if not meshes:
+        return torch.tensor(0.0)
+    norms = []
+    for group in meshes.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    device = norms[0].device
+    together = torch.stack([norm.to(device) for norm in norms])
+    total = together.amax() if math.isinf(norm_type) else torch.linalg.vector_norm(together, norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(total)}")
+    for group in meshes.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def keep_moe_outputs() -> Callable[[], tuple[Any, Any]]:
+    """``context_fn`` of `torch.utils.checkpoint.checkpoint`: keep y of each MoE layer, recompute everything else.
+
+    For blocks in which something after the layer saves its input, such as a norm: y is then kept, T x H numbers,
+    and the layer's forward, with its exchange between the ranks, runs once a step.
+    """
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    return partial(create_selective_checkpoint_contexts, [torch.ops.mega_moe.run.default])
