@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from mega_moe.api import moe
 from mega_moe.buffer import MoEBuffer
@@ -129,7 +130,7 @@ class Served:
         x, dtype = call.x, self.adapter.dtype or call.x.dtype
         if self.adapter.dtype is None and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-        gate_up, down = (_local(weight).to(dtype) for weight in self.adapter.weights(owner))
+        gate_up, down = (local(weight).to(dtype) for weight in self.adapter.weights(owner))
         ids = call.topk_idx.reshape(-1, call.topk_idx.shape[-1])
         weights = call.topk_weights.reshape(-1, call.topk_weights.shape[-1])
         if weights.dtype not in (torch.float32, torch.bfloat16, dtype):
@@ -145,7 +146,10 @@ class Served:
         )
         if self.watch is not None:
             self.watch(y, ids)
-        return y.view(x.shape).to(x.dtype)
+        # In x's shape, but no view to autograd: FSDP2 hangs a hook on what a module returns, which a later in-place
+        # operation on a view would drop without a word. Nothing else holds y.
+        shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
+        return shaped.to(x.dtype)
 
 
 _classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
@@ -195,6 +199,13 @@ def _as_they_are(_: nn.Module, *args: Any) -> Arguments:
     return Arguments(*args)
 
 
-def _local(weight: Tensor) -> Tensor:
-    to_local = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()
+def local(weight: Tensor) -> Tensor:
+    """The part of an expert parameter that lives here; its gradient becomes one of the whole parameter."""
+    return _part(weight) if hasattr(weight, "to_local") else weight
+
+
+# Not traced: the compiler cannot follow the backward of to_local. FSDP2's own hooks break the graph here in any case.
+@_disable_dynamo
+def _part(weight: Any) -> Tensor:
+    part: Tensor = weight.to_local()
+    return part

@@ -88,8 +88,10 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(divisor)
-            # Such a factor is otherwise sent as a scaled sum, which gloo does not have.
-            module.set_force_sum_reduction_for_comms(True)
+            alone = meshes.data.size() == 1 and served_by(module) is not None
+            # Such a factor is otherwise sent as a scaled sum, which gloo does not have. One rank sends nothing, and
+            # would with this divide twice.
+            module.set_force_sum_reduction_for_comms(not alone and meshes.world.size() > 1)
 
 
 @torch.no_grad()

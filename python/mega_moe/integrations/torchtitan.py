@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mega_moe.integrations.adapters import Arguments, Sizes
+from mega_moe.integrations.adapters import Arguments, Sizes, local
 
 
 class TorchTitanExperts:
@@ -41,7 +41,7 @@ class TorchTitanExperts:
         return module.inner_experts  # type: ignore[return-value]
 
     def weights(self, owner: nn.Module) -> tuple[Tensor, Tensor]:
-        gate, up, down = (_local(getattr(owner, name)).to(torch.bfloat16) for name in self.parameters)
+        gate, up, down = (local(getattr(owner, name)).to(torch.bfloat16) for name in self.parameters)
         return torch.cat((gate, up), dim=1), down
 
     def arguments(
@@ -64,8 +64,3 @@ class TorchTitanExperts:
         if router.route_norm:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * router.route_scale, topk_idx, scores
-
-
-def _local(weight: Tensor) -> Tensor:
-    to_local = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()

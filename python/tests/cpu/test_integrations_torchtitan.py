@@ -18,7 +18,7 @@ from ._trainers import GROUPED, need
 config_utils = need("torchtitan.models.common.config_utils")
 
 # Its router asks a CPU for fp32 autocast, of which torch says that a CPU has none, and goes on in fp32.
-pytestmark = pytest.mark.filterwarnings("ignore:CPU Autocast only supports:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 
 DIM, HIDDEN, EXPERTS = 64, 32, 8
 
