@@ -148,7 +148,7 @@ def test_a_refusal_has_every_reason_and_changes_nothing() -> None:
         model,
         lambda: switched(model, DispatchConfig(backend="fused")),
         BackendRefusedError,
-        "hidden is 32, must be a multiple of 256",
+        "needs an NVIDIA GPU, the device is cpu",
     )
     unchanged(
         model,
