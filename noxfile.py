@@ -172,14 +172,20 @@ def tests(session: nox.Session) -> None:
         )
     build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
-    use, wheel = installed(build, "test", "build", "lint", "types", "layers", "check-wheel", extra="[demo]")
+    tools = ("test", "build", "lint", "types", "layers", "check-wheel", "trainers")
+    use, wheel = installed(build, *tools, extra="[demo]")
+    use.install("--no-deps", *requirements("torchtitan"))
     run_lint(use)
     use.run("mypy")
     run_layers(use)
     run_docs(use)
     use.run("python", "ci/check_wheel.py", wheel)
     run_cpp_tests(build)
-    promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1", "CUDACXX": str(build.env["CUDACXX"])}
+    promised = {
+        "MEGA_MOE_REQUIRE_INSTALLED": "1",
+        "MEGA_MOE_REQUIRE_TRAINERS": "1",
+        "CUDACXX": str(build.env["CUDACXX"]),
+    }
     use.run("pytest", *session.posargs, env={**promised, **SHARED_CORES})
 
 
