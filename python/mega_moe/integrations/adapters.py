@@ -121,6 +121,8 @@ class Served:
     name: str
     sizes: Sizes
     activation_clamp: float | None = None
+    gradient_scale: float = 1.0
+    """What the weights' gradients are multiplied by, where nothing else divides them."""
     called_by_model: bool = True
     """Whether the model itself calls the owner of the parameters, or a switched module above it does."""
     watch: Callable[[Tensor, Tensor], None] | None = None
@@ -131,6 +133,8 @@ class Served:
         if self.adapter.dtype is None and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         gate_up, down = (local(weight).to(dtype) for weight in self.adapter.weights(owner))
+        if self.gradient_scale != 1.0:
+            gate_up, down = (_scaled_gradient(w, self.gradient_scale) for w in (gate_up, down))
         ids = call.topk_idx.reshape(-1, call.topk_idx.shape[-1])
         weights = call.topk_weights.reshape(-1, call.topk_weights.shape[-1])
         if weights.dtype not in (torch.float32, torch.bfloat16, dtype):
@@ -150,6 +154,24 @@ class Served:
         # operation on a view would drop without a word. Nothing else holds y.
         shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
         return shaped.to(x.dtype)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The tensor itself, and its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+def _scaled_gradient(weight: Tensor, scale: float) -> Tensor:
+    result: Tensor = _ScaledGradient.apply(weight, scale)  # type: ignore[no-untyped-call]
+    return result
 
 
 _classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}

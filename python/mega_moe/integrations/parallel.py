@@ -77,21 +77,23 @@ def shard(
         **options,
         "mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False),
     }
-    for module in list(model.modules()):
-        if served_by(module) is not None:
-            # By rows of each matrix and not by experts, of which there may be fewer than ranks.
-            fully_shard(module, mesh=meshes.data, shard_placement_fn=lambda _: Shard(1), **as_given)
+    divisor = 1.0 if gradients == "sum" else float(meshes.world.size())
+    served = {module: found for module in model.modules() if (found := served_by(module)) is not None}
+    for module, layer in served.items():
+        # By rows of each matrix and not by experts, of which there may be fewer than ranks.
+        fully_shard(module, mesh=meshes.data, shard_placement_fn=lambda _: Shard(1), **as_given)
+        if meshes.data.size() == 1:
+            layer.gradient_scale = 1 / divisor
     for block in blocks:
         fully_shard(block, mesh=meshes.world, **options)
     fully_shard(model, mesh=meshes.world, **options)
-    divisor = 1.0 if gradients == "sum" else float(meshes.world.size())
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(divisor)
-            alone = meshes.data.size() == 1 and served_by(module) is not None
-            # Such a factor is otherwise sent as a scaled sum, which gloo does not have. One rank sends nothing, and
-            # would with this divide twice.
-            module.set_force_sum_reduction_for_comms(not alone and meshes.world.size() > 1)
+            # One rank reduces nothing, and versions of torch differ in whether it divides then.
+            alone = module in served and meshes.data.size() == 1
+            module.set_gradient_divide_factor(1.0 if alone else divisor)
+            # Such a factor is otherwise sent as a scaled sum, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()

@@ -75,6 +75,21 @@ def test_a_copy_has_weights_of_its_own() -> None:
     assert not torch.equal(twin(x), before)
 
 
+# The compiler asks every tensor that it meets for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_converted_block_is_one_graph_to_the_compiler() -> None:
+    model = Model(layers=1)
+    switched(model)
+    want, grads = train(model)
+    model.blocks[0].compile(backend="aot_eager", fullgraph=True)
+    with count_op_calls() as calls:
+        got, after = train(model)
+    assert dict(calls) == {"run": 1, "backward": 1}
+    assert relative_l2(got, want) < 1e-5
+    for name, grad in grads.items():
+        assert relative_l2(after[name], grad) < 1e-4, name
+
+
 def test_frozen_weights_stay_frozen() -> None:
     model = Model()
     model.blocks[0].experts.gate_up_proj.requires_grad_(False)
