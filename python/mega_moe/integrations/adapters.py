@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -197,13 +198,15 @@ def served_by(module: nn.Module) -> Served | None:
 def _class_of(base: type[nn.Module], *, outer: bool) -> type[nn.Module]:
     # A class and not an instance's forward: a copied module must not go on calling the one it was copied from.
     if (base, outer) not in _classes:
-
+        # Their signature stays the base's: a trainer may look names of arguments up in it.
+        @functools.wraps(base.forward)
         def forward_outer(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             adapter = self._mega_moe_adapter
             # Through the call of the owner: a wrapper such as FSDP2 gathers its weights in that call's hooks.
             result: Tensor = adapter.owner(self)(*adapter.arguments(self, *args, **kwargs))
             return result
 
+        @functools.wraps(base.forward)
         def forward_owner(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             served: Served = self._mega_moe
             read = served.adapter.arguments if served.called_by_model else _as_they_are

@@ -31,6 +31,7 @@ _MARKS = {
     "is_transposed": (False, "weights as [experts, out, in]"),
     "is_concatenated": (True, "gate rows before up rows, not interleaved"),
     "has_post_expert_norm": (False, "no norm after an expert"),
+    "_is_expert_parallel": (False, "all experts here: give convert() the mesh instead"),
 }
 
 
@@ -67,8 +68,12 @@ class TransformersExperts(PackedExperts):
         return super().arguments(module, hidden_states, top_k_index, top_k_weights)
 
     def ids(self, output: Any) -> Tensor:
-        _, _, topk_idx = output
-        return topk_idx  # type: ignore[no-any-return]
+        if not isinstance(output, tuple) or len(output) != 3:
+            raise ValueError(
+                f"the router returns {type(output).__name__}, want a tuple (logits, weights, ids)"
+            )
+        topk_idx: Tensor = output[2]
+        return topk_idx
 
     def reroute(self, router: nn.Module, output: Any, topk_idx: Tensor) -> Any:
         logits, weights, own = output
@@ -90,8 +95,11 @@ def _activation(module: nn.Module) -> list[str]:
         return ["it does not say how it gates (_apply_gate)"]
     gate = torch.cat((torch.linspace(-8, 8, 33), torch.tensor([-1e3, 1e3])))
     up = torch.cat((torch.linspace(3, -3, 33), torch.tensor([1e3, -1e3])))
-    with torch.no_grad():
-        got = apply_gate(torch.cat((gate, up))[None])[0]
+    try:
+        with torch.no_grad():
+            got = apply_gate(torch.cat((gate, up))[None])[0]
+    except RuntimeError as error:  # an activation with parameters of its own, elsewhere than on the CPU
+        return [f"its activation cannot be tried out: {error}"]
     want = F.silu(gate) * up
     if got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mega_moe.integrations import LoadMeter, RoutingReplay, convert
+from mega_moe.integrations import LoadMeter, RoutingReplay, convert, make_meshes, shard
 from mega_moe.testing import count_op_calls, relative_l2
 
+from ._ranks import shared_world
 from ._trainers import GROUPED, need
 
 config_utils = need("torchtitan.models.common.config_utils")
@@ -142,3 +144,27 @@ def test_copies_are_told_apart() -> None:
             p.mul_(1.5)
     assert torch.equal(train(model)[0], want)
     assert not torch.equal(train(twin)[0], want)
+
+
+def spread(rank: int) -> None:
+    """EP = 2 beside two data ranks: the gradients of the whole batch, each a tensor of the parameter's own shape."""
+    warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
+    alone = build()
+    rng = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(4, 16, DIM, generator=rng) for _ in range(2))
+    want = alone(x)
+    want.backward(dy)
+    meshes = make_meshes("cpu", 2)
+    model = build()
+    convert(model, GROUPED, sequence_length=16, mesh=meshes.expert)
+    shard(model, meshes, [], gradients="sum")
+    y = model(x[rank : rank + 1])
+    y.backward(dy[rank : rank + 1])
+    assert relative_l2(y, want[rank : rank + 1]) < 8e-3
+    for (name, p), q in zip(model.named_parameters(), alone.parameters()):
+        assert p.grad.shape == q.shape, name
+        assert relative_l2(p.grad.full_tensor(), q.grad) < 1e-2, name
+
+
+def test_spread_over_ranks() -> None:
+    shared_world(4).values(spread, limit=150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,43 @@ def test_a_router_with_another_rule_is_not_replayed() -> None:
         replay.replay([ids for (ids,) in layers]),
     ):
         logits(made)
+
+
+def test_a_router_that_returns_logits_alone_is_not_recorded() -> None:
+    made = build()
+    switched(made)
+    made.get_submodule("model.layers.1.mlp.gate").register_forward_hook(lambda _m, _i, out: out[0])
+    told = r"returns Tensor, want a tuple \(logits, weights, ids\)"
+    with pytest.raises(ValueError, match=told), RoutingReplay(made).record():
+        logits(made)
+
+
+def test_experts_that_another_library_has_spread_are_refused() -> None:
+    made = build()
+    made.get_submodule("model.layers.1.mlp.experts")._is_expert_parallel = True  # type: ignore[assignment]
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.experts \(Qwen3MoeExperts\): _is_expert_parallel is True"
+    ):
+        switched(made)
+
+
+def test_an_activation_with_weights_elsewhere_is_refused() -> None:
+    made = build()
+
+    class Elsewhere(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, torch.ones(len(x), x.shape[-1] + 1))
+
+    made.get_submodule("model.layers.0.mlp.experts").act_fn = Elsewhere()
+    with pytest.raises(ValueError, match="its activation cannot be tried out"):
+        switched(made)
+
+
+def test_the_signature_stays() -> None:
+    made = build()
+    before = inspect.signature(made.get_submodule("model.layers.0.mlp.experts").forward)
+    switched(made)
+    assert inspect.signature(made.get_submodule("model.layers.0.mlp.experts").forward) == before
 
 
 def test_a_copy_and_the_original_are_told_apart(model: nn.Module) -> None:
