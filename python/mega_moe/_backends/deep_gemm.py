@@ -57,11 +57,11 @@ class DeepGemmArithmetic:
         # Padded rows are part of the contraction of dW: there they must be zeros.
         dz = grads.dz.to(z.dtype).index_fill_(0, layout.padding, 0)
         dx = self._nn(dz, gate_up, layout)[layout.place] if wanted.dx else None
-        dw1 = self._tn(dz, x, layout, experts.counts).to(wanted.dw_dtype) if wanted.gate_up else None
+        dw1 = self._tn(dz, x, layout).to(wanted.dw_dtype) if wanted.gate_up else None
         dw2 = None
         if wanted.down:
             h = grads.h.to(z.dtype).index_fill_(0, layout.padding, 0)
-            dw2 = self._tn(dy, h, layout, experts.counts).to(wanted.dw_dtype)
+            dw2 = self._tn(dy, h, layout).to(wanted.dw_dtype)
         return RowGrads(dx, grads.dw[layout.place] if wanted.dw else None, dw1, dw2)
 
     def sum_slots(self, rows: Tensor) -> Tensor:
@@ -98,13 +98,11 @@ class DeepGemmArithmetic:
         self._products.rows_nn(rows, weight, out, layout.group)
         return out
 
-    def _tn(self, left: Tensor, right: Tensor, layout: _Layout, counts: list[int]) -> Tensor:
+    def _tn(self, left: Tensor, right: Tensor, layout: _Layout) -> Tensor:
         """``left^T right`` over the rows of each expert, fp32 ``[E, A, B]``, 0 without rows."""
-        out = left.new_empty(len(counts), left.shape[1], right.shape[1], dtype=torch.float32)
-        self._products.groups_tn(left, right, out, layout.sizes, layout.sizes_tensor)
-        empty = [expert for expert, count in enumerate(counts) if not count]
-        if empty:
-            out[torch.tensor(empty, device=out.device)] = 0
+        # On Hopper the product only adds into what is there, which it is given once more for that.
+        out = left.new_zeros(len(layout.sizes), left.shape[1], right.shape[1], dtype=torch.float32)
+        self._products.groups_tn(left, right, out, layout.sizes, layout.sizes_tensor, out)
         return out
 
 

@@ -32,7 +32,7 @@ class Products(NamedTuple):
     rows_nn: Callable[..., None]
     """(a [M, K], b [G, K, N], out [M, N], group of each row)"""
     groups_tn: Callable[..., None]
-    """(a [M, A], b [M, B], out fp32 [G, A, B], rows of each group as list, and as int32 tensor)"""
+    """(a [M, A], b [M, B], out fp32 [G, A, B], rows of each group as list, and as int32 tensor, what is added: out)"""
     alignment: int
 
 
