@@ -107,17 +107,16 @@ class LoadMeter:
         experts = max(served.sizes.num_experts for served in layers)
         device = layers[0].buffer.device
         self.tokens_per_expert = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
+        # On the device from the start: a later copy of it would wait for the device.
+        self._num_experts = torch.tensor([served.sizes.num_experts for served in layers], device=device)
         self._layers = layers
         for layer, served in enumerate(layers):
             served.watch = lambda y, ids, layer=layer: self._watch(layer, y, ids)
 
     def max_over_mean(self) -> Tensor:
         """``[L]``: load of the busiest expert over the mean one's, 1 where even; NaN before anything was counted."""
-        experts = torch.tensor(
-            [s.sizes.num_experts for s in self._layers], device=self.tokens_per_expert.device
-        )
         counts = self.tokens_per_expert.double()
-        return counts.amax(1) * experts / counts.sum(1)
+        return counts.amax(1) * self._num_experts / counts.sum(1)
 
     def reset(self) -> None:
         self.tokens_per_expert.zero_()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mega_moe.integrations import DispatchConfig, RoutingReplay, convert
+from mega_moe.integrations import DispatchConfig, LoadMeter, RoutingReplay, convert
 from mega_moe.testing import count_op_calls, relative_l2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -127,3 +128,25 @@ def test_full_checkpointing_runs_each_layer_once(cuda_device: torch.device) -> N
     with count_op_calls() as calls:
         model(batch, labels=batch, use_cache=False).loss.backward()
     assert dict(calls) == {"run": len(done.layers), "backward": len(done.layers)}
+
+
+def test_the_load_is_counted_without_a_wait(cuda_device: torch.device) -> None:
+    model = build(cuda_device).bfloat16()
+    done = convert(
+        model, DispatchConfig(num_reserved_sms=0, backend="grouped"), sequence_length=BATCH * LENGTH
+    )
+    meter = LoadMeter(model)
+    ids = torch.randint(-1, 16, (512, 4), device=cuda_device)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            meter._count(1, ids)
+            ratio = meter.max_over_mean()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    counts = torch.bincount(ids[ids >= 0], minlength=16)
+    assert torch.equal(meter.tokens_per_expert[1], counts)
+    assert ratio[1].item() == pytest.approx((counts.max() / counts.double().mean()).item())
+    assert len(meter.tokens_per_expert) == len(done.layers)
