@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mega_moe import BackendRefusedError, FallbackWarning
-from mega_moe.integrations import Converted, DispatchConfig, convert, find
+from mega_moe.integrations import Converted, DispatchConfig, LoadMeter, convert, find
 from mega_moe.testing import count_op_calls, relative_l2
 
 from ._trainers import GROUPED, Experts, Model, OwnAdapter
@@ -109,6 +111,37 @@ def test_autocast_computes_in_its_dtype_and_returns_x_s() -> None:
     assert y.dtype == torch.float32
     exact = Experts.forward(model.blocks[0].experts, h, ids, weights)
     assert 1e-4 < relative_l2(y, exact) < 1e-2
+
+
+@pytest.mark.parametrize(("reentrant", "forwards"), [(None, 1), (False, 1), (True, 2)])
+def test_the_load_is_counted_once_a_step(reentrant: bool | None, forwards: int) -> None:
+    """Whatever runs twice, and not in evaluation."""
+    model = Model()
+    switched(model)
+    meter = LoadMeter(model)
+    for block in model.blocks if reentrant is not None else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+    with torch.no_grad():
+        model(torch.randn(64, 32))
+    assert not meter.tokens_per_expert.any()
+    with count_op_calls() as calls:
+        train(model)
+    assert dict(calls) == {"run": 2 * forwards, "backward": 2}
+    assert meter.tokens_per_expert.sum(1).tolist() == [128, 128]
+    assert (meter.max_over_mean() >= 1).all()
+    meter.close()
+    train(model)
+    assert meter.tokens_per_expert.sum(1).tolist() == [128, 128]
+
+
+def test_masked_slots_are_no_load() -> None:
+    model = Model(layers=1)
+    switched(model)
+    meter = LoadMeter(model)
+    ids = torch.tensor([[0, -1], [3, 3], [-1, -1]])
+    x = torch.randn(3, 32, requires_grad=True)
+    model.blocks[0].experts(x, ids, torch.rand(3, 2)).sum().backward()
+    assert meter.tokens_per_expert.tolist() == [[1, 0, 0, 2, 0, 0, 0, 0]]
 
 
 def test_some_layers_only() -> None:
