@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 
 from mega_moe.api import moe
 from mega_moe.buffer import MoEBuffer
+from mega_moe.nn import flat, in_shape_of
 
 
 class Sizes(NamedTuple):
@@ -136,12 +137,11 @@ class Served:
         gate_up, down = (local(weight).to(dtype) for weight in self.adapter.weights(owner))
         if self.gradient_scale != 1.0:
             gate_up, down = (_scaled_gradient(w, self.gradient_scale) for w in (gate_up, down))
-        ids = call.topk_idx.reshape(-1, call.topk_idx.shape[-1])
-        weights = call.topk_weights.reshape(-1, call.topk_weights.shape[-1])
+        ids, weights = flat(call.topk_idx, x), flat(call.topk_weights, x)
         if weights.dtype not in (torch.float32, torch.bfloat16, dtype):
             weights = weights.float()
         y = moe(
-            x.reshape(-1, x.shape[-1]).to(dtype),
+            flat(x, x).to(dtype),
             ids,
             weights,
             gate_up,
@@ -151,10 +151,7 @@ class Served:
         )
         if self.watch is not None:
             self.watch(y, ids)
-        # In x's shape, but no view to autograd: FSDP2 hangs a hook on what a module returns, which a later in-place
-        # operation on a view would drop without a word. Nothing else holds y.
-        shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
-        return shaped.to(x.dtype)
+        return in_shape_of(x, y).to(x.dtype)
 
 
 class _ScaledGradient(torch.autograd.Function):
