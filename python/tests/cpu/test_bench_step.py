@@ -106,15 +106,16 @@ def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
     assert (row.num_ranks, row.ep_size, row.status, row.moe_forwards) == (2, 2, "measured", 2)
 
 
+@pytest.mark.parametrize("where", ["clip_grad_norm_", "initialise"])
 def test_a_failure_is_a_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mega_moe.bench.step import measure
 
     def out_of_memory(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA out of memory\nand pages of it")
 
-    monkeypatch.setattr(measure, "clip_grad_norm_", out_of_memory)
+    monkeypatch.setattr(measure, where, out_of_memory)
     out = tmp_path / "steps.json"
     assert main(words("--backend", "grouped", "--json", str(out))) == 1
     (row,) = schema.read_steps(out).rows

@@ -60,26 +60,30 @@ class StepOptions:
 def measure_backend(options: StepOptions, backend: str, context: Context, meshes: Meshes) -> StepRow:
     """One row. Collective. A refusal, or a failure such as too little memory, is a row as well."""
     row = _Row(options, backend, context)
-    converted: Converted | None = None
+    converted: list[Converted] = []
     try:
+        reason: str | None = None
+        found: _Measured | None = None
         try:
-            model, converted = _build(options, backend, context, meshes)
+            model = _build(options, backend, context, meshes, converted)
         except mega_moe.BackendRefusedError as error:
             return row.without("refused", _reasons(error, backend))
-        reason: str | None = None
-        measured: _Measured | None = None
-        try:
-            measured = _train(model, converted, options, context)
         except RuntimeError as error:  # out of memory above all
             reason = first_line(error)
-        # Only where every rank still answers: a rank that died in the middle ends the others by their time-outs.
+        # Before the first collective of a step, in which the other ranks would wait for one that failed here.
         reason = context.first_reason(reason)
-        if reason is not None or measured is None:
-            return row.without("failed", (reason or "not measured",))
-        return row.measured(measured, converted.reason)
+        if reason is None:
+            try:
+                found = _train(model, converted[0], options, context)
+            except RuntimeError as error:
+                reason = first_line(error)
+            reason = context.first_reason(reason)
+        if reason is not None or found is None:
+            return row.without("failed", (reason or "another rank failed",))
+        return row.measured(found, converted[0].reason)
     finally:
-        if converted is not None:
-            converted.destroy()
+        for one in converted:
+            one.destroy()
         model = None  # type: ignore[assignment]
         gc.collect()
         if context.device.type == "cuda":
@@ -97,8 +101,9 @@ class _Measured:
 
 
 def _build(
-    options: StepOptions, backend: str, context: Context, meshes: Meshes
-) -> tuple[Transformer, Converted]:
+    options: StepOptions, backend: str, context: Context, meshes: Meshes, converted: list[Converted]
+) -> Transformer:
+    """The model on this rank; what holds its buffers goes into ``converted`` as soon as there is something to free."""
     shape = options.model.with_layers(options.num_layers)
     on_gpu = context.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -110,14 +115,14 @@ def _build(
         max_tokens_per_rank=shape.sequence,
         num_reserved_sms=options.num_reserved_sms if on_gpu else 0,
     )
-    converted = convert(
-        model, config, mesh=meshes.expert, adapters=[Adapter()], dtype=dtype, device=context.device
+    converted.append(
+        convert(model, config, mesh=meshes.expert, adapters=[Adapter()], dtype=dtype, device=context.device)
     )
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if on_gpu else None
     shard(model, meshes, model.blocks, mp_policy=policy)
     model.to_empty(device=context.device)
     initialise(model, options.seed * context.num_ranks + context.rank)
-    return model, converted
+    return model
 
 
 def _train(model: Transformer, converted: Converted, options: StepOptions, context: Context) -> _Measured:
