@@ -110,25 +110,43 @@ def clip_grad_norm_(
     Gradients that are no DTensors are taken to be equal on all ranks.
     """
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    meshes: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for parameter in given:
-        if parameter.grad is not None:
-            key = (getattr(parameter.grad, "device_mesh", None), parameter.grad.device)
-            meshes.setdefault(key, []).append(parameter)
-    if not meshes:
+        if (grad := parameter.grad) is not None:
+            mesh, placements = getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
+            groups.setdefault((mesh, placements, grad.device), []).append(parameter)
+    if not groups:
         return torch.tensor(0.0)
-    norms = []
-    for group in meshes.values():
-        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    device = norms[0].device
-    together = torch.stack([norm.to(device) for norm in norms])
-    total = together.amax() if math.isinf(norm_type) else torch.linalg.vector_norm(together, norm_type)
+    norms = [_norm_of(group, mesh, placements, norm_type) for (mesh, placements, _), group in groups.items()]
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(together, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {float(total)}")
-    for group in meshes.values():
+    for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _norm_of(parameters: list[Tensor], mesh: Any, placements: tuple[Any, ...], norm_type: float) -> Tensor:
+    """Norm of gradients that all lie alike; a dimension of the mesh that does not split them is not added up."""
+    import torch.distributed as dist
+
+    grads: list[Any] = [parameter.grad for parameter in parameters]
+    local: list[Tensor] = [grad.to_local() if mesh is not None else grad for grad in grads]
+    held = [grad for grad in local if grad.numel()]  # a rank may hold no row of a small matrix
+    norm = (
+        torch.nn.utils.get_total_norm(held, norm_type)
+        if held
+        else local[0].new_zeros((), dtype=torch.float32)
+    )
+    largest = math.isinf(norm_type)
+    norm = norm if largest else norm**norm_type
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(f"parameters: a gradient is placed as {placements}, want shards or replicas")
+        if placement.is_shard():
+            dist.all_reduce(norm, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, mesh.get_group(axis))
+    return norm if largest else norm ** (1 / norm_type)
 
 
 def keep_moe_outputs() -> Callable[[], tuple[Any, Any]]:
