@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -135,6 +135,30 @@ def not_finite(rank: int) -> None:
 
 def test_a_norm_that_is_not_finite() -> None:
     FOUR.values(not_finite)
+
+
+def few_rows(rank: int) -> None:
+    """A matrix of two rows over four ranks, of which two hold nothing, beside a plain one that all hold."""
+    torch.manual_seed(0)
+    alone, model, plain = (
+        nn.Linear(8, 2, bias=False),
+        nn.Linear(8, 2, bias=False),
+        nn.Linear(8, 2, bias=False),
+    )
+    model.load_state_dict(alone.state_dict())
+    fully_shard(model, mesh=make_meshes("cpu", 1).world)
+    x = torch.randn(4, 8)
+    alone(x).sum().backward()
+    plain(x).square().sum().backward()
+    (4 * model(x[rank : rank + 1]).sum()).backward()
+    for norm_type in (1.0, 2.0, math.inf):
+        want = torch.nn.utils.get_total_norm([alone.weight.grad, plain.weight.grad], norm_type)
+        got = clip_grad_norm_([model.weight, plain.weight], 1e9, norm_type=norm_type)
+        assert got.item() == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_ranks_without_a_row_of_a_matrix() -> None:
+    FOUR.values(few_rows)
 
 
 def accumulate(rank: int) -> None:
