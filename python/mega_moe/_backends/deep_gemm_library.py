@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,11 +61,13 @@ def judge(module: Any) -> Status:
 @functools.cache
 def status() -> Status:
     """Import it once and say how that went; never raises."""
+    loaded = sys.modules.get(_NAME)
+    # A stand-in for a missing one has no spec.
+    if importlib.util.find_spec(_NAME) is None if loaded is None else loaded.__spec__ is None:
+        return Status(None, "deep_gemm is not installed")
     try:
-        if importlib.util.find_spec(_NAME) is None:
-            return Status(None, "deep_gemm is not installed")
         module = importlib.import_module(_NAME)
-    # A missing compiler is an assertion in its import, a wrong driver an OSError, a stand-in has no spec.
+    # A missing compiler is an assertion in its import, a wrong driver an OSError.
     except Exception as error:  # noqa: BLE001
         return Status(None, f"deep_gemm does not import ({type(error).__name__}: {error})")
     return judge(module)

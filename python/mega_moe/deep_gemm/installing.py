@@ -60,11 +60,11 @@ def install() -> ModuleType:
         return sys.modules[_NAME]
     import mega_moe.deep_gemm as face
 
+    able = frozenset(precision for precision in ("bf16", "fp8") if not serves(precision))
     module = _installed_one()
     if module is None:
         module = _StandIn(_NAME, "mega_moe's stand-in for DeepGEMM: its Mega MoE calls alone.")
         sys.modules[_NAME] = module
-    able = frozenset(precision for precision in ("bf16", "fp8") if not serves(precision))
     _replaced = {}
     for name in NAMES:
         original, own = getattr(module, name, _MISSING), getattr(face, name)
@@ -118,7 +118,10 @@ def _has_own_buffer(able: frozenset[str], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _wants_able_type(able: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    bound = inspect.signature(get_symm_buffer_for_mega_moe).bind(*args, **kwargs)
+    try:
+        bound = inspect.signature(get_symm_buffer_for_mega_moe).bind(*args, **kwargs)
+    except TypeError:  # an argument that only the original has
+        return False
     bound.apply_defaults()
     return MMA_TYPES.get(bound.arguments["mma_type"]) in able
 

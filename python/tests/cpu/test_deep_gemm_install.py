@@ -95,6 +95,8 @@ def test_beside_a_real_one_where_bf16_is_served(real: Real, monkeypatch: pytest.
     assert real.calls == []
     # What the fused kernels do not serve is the original's, weights and buffer alike.
     assert real.get_symm_buffer_for_mega_moe(None, 8, 64, 2, 64, 32) == "get_symm_buffer_for_mega_moe"
+    ring = {"mma_type": "bf16xbf16", "num_ring_tokens": 64}  # which this face does not know
+    assert real.get_symm_buffer_for_mega_moe(None, 8, 64, 2, 64, 32, **ring) == "get_symm_buffer_for_mega_moe"
     assert real.transform_weights_for_mega_moe((w, w), (w, w)) == "transform_weights_for_mega_moe"
     assert real.bf16_mega_moe(w, w, w, "its own buffer") == "bf16_mega_moe"
     assert real.fp8_mega_moe(w, w, w, "its own buffer") == "fp8_mega_moe"
