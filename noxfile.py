@@ -254,8 +254,9 @@ def tests(session: nox.Session) -> None:
         )
     build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
-    groups = ("test", "build", "lint", "types", "layers", "check-wheel", "index", "targets")
+    groups = ("test", "build", "lint", "types", "layers", "check-wheel", "index", "targets", "trainers")
     use, wheel = installed(build, *groups, extra="[demo]")
+    use.install("--no-deps", *requirements("torchtitan"))
     run_lint(use)
     use.run("mypy")
     run_layers(use)
@@ -263,7 +264,11 @@ def tests(session: nox.Session) -> None:
     use.run("python", "ci/check_wheel.py", wheel)
     run_cpp_tests(build)
     run_targets(build, use)
-    promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1", "CUDACXX": str(build.env["CUDACXX"])}
+    promised = {
+        "MEGA_MOE_REQUIRE_INSTALLED": "1",
+        "MEGA_MOE_REQUIRE_TRAINERS": "1",
+        "CUDACXX": str(build.env["CUDACXX"]),
+    }
     use.run("pytest", *session.posargs, env={**promised, **SHARED_CORES})
 
 

@@ -11,8 +11,12 @@ CLI = """
 import argparse
 def main():
     parser = argparse.ArgumentParser("mega-moe")
-    train = parser.add_subparsers(required=True).add_parser("train")
+    commands = parser.add_subparsers(required=True)
+    train = commands.add_parser("train")
     train.add_argument("--steps", type=int)
+    train.add_argument("--json")
+    step = commands.add_parser("bench").add_subparsers().add_parser("step")
+    step.add_argument("--skip")
     parser.parse_args()
 """
 
@@ -22,6 +26,7 @@ See [the guide](docs/guide.md), `docs/guide.md` and `noxfile.py`; the curve is `
 `fp32/fp64` is prose.
 ```bash
 nox -s tests                       # comment with no/such/path.py
+mega-moe bench step --skip 3 && mega-moe train --json written.json
 .venv/bin/mega-moe train --steps 3 && .venv/bin/nox -s tests -- -k name
 ```
 ```python
@@ -38,6 +43,9 @@ PLANTED = {
     "```bash\npython ci/gone.py\n```": "no such path: ci/gone.py",
     "`mega-moe trian`": "the command line refuses: mega-moe trian",
     "`mega-moe train --step 3`": "mega-moe train has no --step",
+    "`mega-moe bench --skip 3`": "mega-moe bench has no --skip",
+    "`mega-moe bench step --step 3`": "mega-moe bench step has no --step",
+    "`mega-moe train --json out.json read.json`": "no such path: read.json",
     "`mega_moe.cli.mian`": "no such name: mega_moe.cli.mian",
     "`mega_moe.moee(x)`": "no such name: mega_moe.moee",
     "`MEGA_MOE_STRIKT=1`": "the environment table does not read MEGA_MOE_STRIKT",

@@ -3,7 +3,8 @@
     python python/benchmarks/report.py           rewrites both
     python python/benchmarks/report.py --check   exits 1 when either is not what it would write
 
-The newest result of each device and number of ranks counts. A row is stale when kernels/ has changed since it was
+The newest result of each device and number of ranks counts; those of `mega-moe bench step` lie in results/steps, and
+the newest of each model, device and number of ranks counts. A row is stale when kernels/ has changed since it was
 measured. Needs the standard library alone, and matplotlib to draw.
 """
 
@@ -14,6 +15,7 @@ import hashlib
 import importlib.util
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,11 +54,30 @@ def newest(folder: Path) -> list:
     return [latest[key] for key in sorted(latest)]
 
 
-def report(results: list, kernels_sha256: str) -> str:
+def newest_steps(folder: Path) -> list:
+    """The newest step result of each device, number of ranks and model; every file must be readable."""
+    latest: dict[tuple[str, int, str], Any] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = schema.read_steps(path)
+        for model in sorted({row.model for row in result.rows}):
+            key = (result.environment.device, result.environment.num_ranks, model)
+            if key not in latest or latest[key].environment.date < result.environment.date:
+                latest[key] = result
+    found: list = []
+    for key in sorted(latest):
+        if latest[key] not in found:
+            found.append(latest[key])
+    return found
+
+
+def report(results: list, kernels_sha256: str, steps: Sequence = ()) -> str:
     """What stands between the markers."""
-    if not results:
+    if not results and not steps:
         return NONE_YET
     sections = [section(result, kernels_sha256) for result in results]
+    sections += [step_section(result, kernels_sha256) for result in steps]
+    if not results:
+        return "\n\n".join(sections)
     return "\n\n".join([f"![TF/s of the layer by backend]({PLOT.as_posix()})", *sections])
 
 
@@ -82,6 +103,48 @@ def section(result, kernels_sha256: str) -> str:
         # An empty line ends the table, which would swallow the list as further rows.
         lines += ["", *missing]
     return "\n".join(lines)
+
+
+def step_section(result, kernels_sha256: str) -> str:
+    """One run of `mega-moe bench step`: where, its table, what was refused."""
+    where = result.environment
+    ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
+    shown = result.rows[0]
+    head = (
+        f"**Training step, {where.device}{ranks}**, {where.date[:10]}, torch {where.torch}, kernels "
+        f"{short(where.kernels_sha256)}, wheel {short(where.wheel_sha256)}. {shown.model}: {shown.layers} of "
+        f"{shown.model_layers} layers, sequence {shown.sequence} a GPU, EP {shown.ep_size}, full activation "
+        "checkpointing, FSDP2, AdamW; mean of the steps after the first ones."
+    )
+    lines = [
+        head,
+        "",
+        "| backend | precision | step s | tokens/s per GPU | MFU | MoE s | MoE forwards | peak GiB | load max/mean |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    stale = " (stale)" if where.kernels_sha256 != kernels_sha256 else ""
+    for row in result.rows:
+        if row.status == "measured":
+            columns = [
+                f"{row.backend}{stale}",
+                row.precision,
+                f"{row.seconds:.3f}",
+                f"{row.tokens_per_s:.0f}",
+                "-" if row.mfu is None else f"{row.mfu:.1%}",
+                f"{row.moe_seconds:.3f}",
+                str(row.moe_forwards),
+                "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
+                f"{row.load_max_over_mean:.2f}",
+            ]
+            lines.append(f"| {' | '.join(columns)} |")
+    if stale:
+        lines += ["", f"stale: the present `kernels/` is {short(kernels_sha256)}, not what was measured."]
+    missing = [
+        f"- {row.status}: {row.backend}: {'; '.join(row.reasons)}"
+        for row in result.rows
+        if row.status != "measured"
+    ]
+    return "\n".join([*lines, *([""] if missing else []), *missing])
 
 
 def short(sha256: str | None) -> str:
@@ -192,11 +255,11 @@ def stamp_of(png: Path) -> str | None:
     return None
 
 
-def faults(root: Path, results: list, kernels_sha256: str) -> list[str]:
+def faults(root: Path, results: list, kernels_sha256: str, steps: Sequence = ()) -> list[str]:
     """What `--check` refuses: a README or a plot that does not come from the results."""
     found = []
     readme = (root / "README.md").read_text(encoding="utf-8")
-    if with_report(readme, report(results, kernels_sha256)) != readme:
+    if with_report(readme, report(results, kernels_sha256, steps)) != readme:
         found.append("README.md: the benchmark table is not what results/ and kernels/ give")
     plot = root / PLOT
     if results and not plot.is_file():
@@ -208,10 +271,11 @@ def faults(root: Path, results: list, kernels_sha256: str) -> list[str]:
     return found
 
 
-def write(root: Path, results: list, kernels_sha256: str) -> None:
+def write(root: Path, results: list, kernels_sha256: str, steps: Sequence = ()) -> None:
     readme, plot = root / "README.md", root / PLOT
     readme.write_text(
-        with_report(readme.read_text(encoding="utf-8"), report(results, kernels_sha256)), encoding="utf-8"
+        with_report(readme.read_text(encoding="utf-8"), report(results, kernels_sha256, steps)),
+        encoding="utf-8",
     )
     if results:
         plot.parent.mkdir(exist_ok=True)
@@ -229,11 +293,12 @@ def main(argv: list[str], root: Path = ROOT) -> int:
     )
     words = parser.parse_args(argv)
     results = newest(root / "python/benchmarks/results")
+    steps = newest_steps(root / "python/benchmarks/results/steps")
     kernels_sha256 = hash_kernels.hash_kernels(root / "kernels")
     if not words.check:
-        write(root, results, kernels_sha256)
+        write(root, results, kernels_sha256, steps)
         return 0
-    found = faults(root, results, kernels_sha256)
+    found = faults(root, results, kernels_sha256, steps)
     for fault in found:
         print(f"{fault}; run: python python/benchmarks/report.py", file=sys.stderr)
     return 1 if found else 0

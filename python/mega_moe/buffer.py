@@ -41,8 +41,9 @@ class MoEBuffer:
         intermediate: I, elements of an expert's hidden layer.
         precision: "bf16" (the inputs' own dtype), "fp8" (blockwise e4m3), "fp8_bwd" (bf16 forward, fp8 backward) or
             "mxfp8" (refused until its kernels exist).
-        backend: "auto" takes the first that fits of fused, grouped, reference and warns once when it is not fused; a
-            name raises BackendRefusedError with all reasons where it does not fit. ``reason`` tells what was taken.
+        backend: "auto" takes the first that fits of fused, deep_gemm, grouped, reference and warns once when it is not
+            fused; a name raises BackendRefusedError with all reasons where it does not fit. ``reason`` tells what was
+            taken.
         dtype: of x and the weights, as far as it decides the choice of the backend.
         device: where x lives; default: the current GPU if the group can serve it, else the CPU.
         num_reserved_sms: SMs that the fused kernels leave to others: NCCL's blocks, where it runs on another stream.

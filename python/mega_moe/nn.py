@@ -11,6 +11,23 @@ from mega_moe.api import moe
 from mega_moe.buffer import MoEBuffer
 
 
+def flat(value: Tensor, x: Tensor) -> Tensor:
+    """``value [..., N]`` as ``[T, N]``, for the leading extents of ``x`` alone.
+
+    A transposed batch of equal size must reach the check of `mega_moe.moe` as it is.
+    """
+    return value.reshape(-1, value.shape[-1]) if value.shape[:-1] == x.shape[:-1] else value
+
+
+def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
+    """``y [T, H]``, which nothing else holds, in the shape of ``x``, and no view to autograd.
+
+    FSDP2 hangs a hook on what a module returns, which a later in-place operation on a view would drop without a word.
+    """
+    shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
+    return shaped
+
+
 class MegaMoE(nn.Module):
     """This rank's SwiGLU experts, without biases.
 
@@ -85,20 +102,16 @@ class MegaMoE(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
 
-        def flat(value: Tensor) -> Tensor:
-            # Only with x's own leading extents: a transposed batch of equal size must reach the check as it is.
-            return value.reshape(-1, value.shape[-1]) if value.shape[:-1] == x.shape[:-1] else value
-
         y = moe(
-            flat(x),
-            flat(topk_idx),
-            flat(topk_weights),
+            flat(x, x),
+            flat(topk_idx, x),
+            flat(topk_weights, x),
             gate_up,
             down,
             buffer=self._buffer,
             activation_clamp=self.activation_clamp,
         )
-        return y.view(x.shape)
+        return in_shape_of(x, y)
 
     def extra_repr(self) -> str:
         served = "no buffer" if self._buffer is None else self._buffer.backend

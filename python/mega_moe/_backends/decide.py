@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from mega_moe._backends.request import Request
 
 # In the order of preference of the automatic choice.
-BACKENDS = ("fused", "grouped", "reference")
+BACKENDS = ("fused", "deep_gemm", "grouped", "reference")
 
 # One cluster of two SMs is the least that a fused kernel runs on.
 FUSED_MIN_SMS = 2
 # torch's grouped product reads rows in 16-byte pieces: 8 bf16 numbers.
 GROUPED_MULTIPLE = 8
+# DeepGEMM's grouped products advance along a contraction in steps of 64 bf16 numbers, and tile outputs likewise.
+DEEP_GEMM_MULTIPLE = 64
+# Compute capabilities for which it has bf16 grouped products in all three layouts.
+DEEP_GEMM_CAPABILITIES = ((9, 0), (10, 0))
 
 _WHAT_TO_INSTALL = ": `mega-moe doctor` says what to install"
 _NO_MXFP8 = "precision mxfp8 needs Blackwell kernels, which do not exist yet"
@@ -62,6 +66,7 @@ def decide(request: Request, facts: Sequence[RankFacts], named: str | None = Non
     """Judge every backend for ``request`` on ranks with ``facts`` (one entry per rank); ``named``: the user's wish."""
     judges = {
         "fused": _fused(request, facts),
+        "deep_gemm": _deep_gemm(request, facts),
         "grouped": _grouped(request, facts),
         "reference": _reference(request, facts, named),
     }
@@ -253,6 +258,33 @@ def _links(facts: Sequence[RankFacts]) -> Iterator[str]:
             # Either may be the one that sees both: a rank whose visible devices are masked knows of no other GPU.
             elif (uuid, False) in fact.peer_access or (fact.device_uuid, False) in facts[other].peer_access:
                 yield f"ranks {rank} and {other}: no peer access between {fact.device} and {facts[other].device}"
+
+
+def _deep_gemm(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
+    if request.precision != "bf16":
+        yield f"computes in bf16 only, precision {request.precision} is not emulated"
+    if request.dtype != "bfloat16":
+        yield f"takes bfloat16 inputs, got {request.dtype}"
+    for name in ("hidden", "intermediate"):
+        value = getattr(request, name)
+        if value % DEEP_GEMM_MULTIPLE:
+            yield f"{name} is {value}, must be a multiple of {DEEP_GEMM_MULTIPLE}"
+    for rank, fact in enumerate(facts):
+        where = f"rank {rank}: " if len(facts) > 1 else ""
+        if fact.device_type != "cuda":
+            yield f"{where}needs an NVIDIA GPU, the device is {fact.device}"
+            continue
+        if fact.compute_capability not in DEEP_GEMM_CAPABILITIES:
+            have = "{}{}".format(*(fact.compute_capability or (0, 0)))
+            known = " and ".join("sm_{}{}".format(*c) for c in DEEP_GEMM_CAPABILITIES)
+            yield f"{where}DeepGEMM serves {known}, the device is sm_{have}"
+        if fact.deep_gemm_version is None:
+            yield f"{where}{fact.deep_gemm_reason}"
+    versions = {r: fact.deep_gemm_version for r, fact in enumerate(facts) if fact.device_type == "cuda"}
+    if len(set(versions.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {version}" for rank, version in versions.items())
+        yield f"the ranks have different versions of DeepGEMM ({listed})"
+    yield from _group(facts)
 
 
 def _grouped(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mega_moe._backends import deep_gemm_library
 from mega_moe._ops import library
 
 
@@ -54,6 +55,8 @@ class RankFacts:
     library_architectures: tuple[str, ...] = ()
     kernels_sha256: str | None = None
     variants: tuple[Variant, ...] = ()
+    deep_gemm_version: str | None = None
+    deep_gemm_reason: str | None = "deep_gemm is not looked for without a GPU"
 
     @property
     def device_type(self) -> str:
@@ -138,7 +141,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"device: got {device}, want cuda:0 to cuda:{torch.cuda.device_count() - 1}")
-    own = torch.cuda.get_device_properties(index)
+    own, deep_gemm = torch.cuda.get_device_properties(index), deep_gemm_library.status()
     others = (i for i in range(torch.cuda.device_count()) if i != index)
     return dict(
         device=f"cuda:{index}",
@@ -147,6 +150,8 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         compute_capability=(own.major, own.minor),
         num_sms=own.multi_processor_count,
         memory_bytes=own.total_memory,
+        deep_gemm_version=deep_gemm.version,
+        deep_gemm_reason=deep_gemm.reason,
         peer_access=tuple(
             (str(torch.cuda.get_device_properties(i).uuid), torch.cuda.can_device_access_peer(index, i))
             for i in others

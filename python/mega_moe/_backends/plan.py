@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_moe._backends import deep_gemm_library
 from mega_moe._backends.arithmetic import Arithmetic
 from mega_moe._backends.control import Control
 from mega_moe._backends.decide import (
@@ -20,6 +21,7 @@ from mega_moe._backends.decide import (
     why_no_fused_shape,
     why_no_kernel_router,
 )
+from mega_moe._backends.deep_gemm import DeepGemmArithmetic
 from mega_moe._backends.executor import LayerExecutor
 from mega_moe._backends.facts import RankFacts, variants
 from mega_moe._backends.fused import FusedExecutor
@@ -150,6 +152,7 @@ def build_executor(
     request = explanation.request
     makers: dict[str | None, Callable[[], Arithmetic]] = {
         "fused": GroupedArithmetic,  # of the backward, for which this version has no kernel
+        "deep_gemm": lambda: DeepGemmArithmetic(deep_gemm_library.require()),
         "grouped": GroupedArithmetic,
         "reference": lambda: ReferenceArithmetic(request.precision),
     }

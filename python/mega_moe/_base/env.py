@@ -10,6 +10,7 @@ VARIABLES: dict[str, str] = {
     "MEGA_MOE_DEBUG": "1: report a bad expert id in the call that holds it; costs a host synchronisation",
     "MEGA_MOE_REQUIRE_GPU": "tests only; 1: a GPU test that cannot run fails instead of being skipped",
     "MEGA_MOE_REQUIRE_INSTALLED": "tests only; 1: the tests refuse a package that is not installed from a wheel",
+    "MEGA_MOE_REQUIRE_TRAINERS": "tests only; 1: a test of a trainer's own classes fails where that is not installed",
 }
 
 

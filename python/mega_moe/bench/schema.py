@@ -11,11 +11,14 @@ import math
 import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 SCHEMA_VERSION = 1
+
+_Any = TypeVar("_Any")
 
 Status = Literal["measured", "refused", "failed"]
 """refused: the machine or the library cannot do it and says why; failed: it ran and was wrong or broke."""
@@ -224,30 +227,113 @@ class Result:
         )
 
 
-def dumps(result: Result) -> str:
+@dataclass(frozen=True)
+class StepRow:
+    """Training steps of one model with one backend. Seconds: means over the steps that count, maxima over ranks."""
+
+    kind: Literal["step"]
+    model: str
+    layers: int
+    """Trained; the whole model has `model_layers`."""
+    model_layers: int
+    sequence: int
+    """Tokens of one step on one rank."""
+    num_ranks: int
+    ep_size: int
+    backend: str
+    precision: str
+    reserved_sms: int
+    status: Status
+    reason: str | None
+    """What serves the layers, in the buffer's words; null unless measured."""
+    seconds: float | None
+    steps_s: tuple[float, ...]
+    tokens_per_s: float | None
+    """Per GPU."""
+    mfu: float | None
+    """FLOPs of the model, nothing recomputed, over the GPU's stated bf16 peak; null where that is not known."""
+    peak_bytes: int | None
+    """Most device memory that torch's allocator held, the largest of the ranks; null on a CPU."""
+    moe_seconds: float | None
+    """Of a step inside MoE layers, forward and backward."""
+    moe_forwards: int | None
+    """Forward calls that reached the backend in one step: as many as layers when nothing is computed twice."""
+    load_max_over_mean: float | None
+    """Load of the busiest expert over the mean one's, mean over layers, of rank 0's tokens."""
+    losses: tuple[float, ...]
+    """Of every step, rank 0's."""
+    reasons: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.status == "measured":
+            for name in ("seconds", "tokens_per_s", "moe_seconds", "moe_forwards", "load_max_over_mean"):
+                _require_positive(name, getattr(self, name))
+            _require(len(self.steps_s) > 0, "steps_s", self.steps_s, "at least one step")
+            _require(not self.reasons, "reasons", self.reasons, "none on a measured row")
+        else:
+            _require(self.seconds is None, "seconds", self.seconds, f"null on a {self.status} row")
+            _require(any(self.reasons), "reasons", self.reasons, f"at least one on a {self.status} row")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One run of `mega-moe bench step`."""
+
+    schema_version: int
+    environment: Environment
+    arguments: tuple[str, ...]
+    rows: tuple[StepRow, ...]
+
+    def __post_init__(self) -> None:
+        _require(
+            self.schema_version == SCHEMA_VERSION, "schema_version", self.schema_version, str(SCHEMA_VERSION)
+        )
+
+
+def dumps(result: Result | StepResult) -> str:
     """The result as JSON text with a final newline."""
     return json.dumps(dataclasses.asdict(result), indent=1, allow_nan=False) + "\n"
 
 
 def loads(text: str) -> Result:
-    """Reads what `dumps` wrote. Raises SchemaError that names the field for anything else."""
+    """Reads what `dumps` wrote of a `Result`. Raises SchemaError that names the field for anything else."""
+    result = _loads(text, Result)
+    assert isinstance(result, Result)
+    return result
+
+
+def loads_steps(text: str) -> StepResult:
+    """Reads what `dumps` wrote of a `StepResult`. Raises SchemaError that names the field for anything else."""
+    result = _loads(text, StepResult)
+    assert isinstance(result, StepResult)
+    return result
+
+
+def read(path: Path) -> Result:
+    """Reads a result file. Raises SchemaError that names the file and the field."""
+    return _named(path, loads)
+
+
+def read_steps(path: Path) -> StepResult:
+    """As `read`, of `mega-moe bench step`."""
+    return _named(path, loads_steps)
+
+
+def _named(path: Path, read_text: Callable[[str], _Any]) -> _Any:
+    try:
+        return read_text(path.read_text(encoding="utf-8"))
+    except SchemaError as error:
+        raise SchemaError(f"{path.name}: {error}") from error
+
+
+def _loads(text: str, kind: type) -> Any:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise SchemaError(
             f"result: got text that is not JSON ({error}), wanted a benchmark result"
         ) from error
-    result = _decode(Result, data, "result")
-    assert isinstance(result, Result)
-    return result
-
-
-def read(path: Path) -> Result:
-    """Reads a result file. Raises SchemaError that names the file and the field."""
-    try:
-        return loads(path.read_text(encoding="utf-8"))
-    except SchemaError as error:
-        raise SchemaError(f"{path.name}: {error}") from error
+    return _decode(kind, data, "result")
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:

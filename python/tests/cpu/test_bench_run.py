@@ -55,7 +55,7 @@ def test_whole_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert row.dw_dtype == (None if row.direction == "forward" else "float32")
         assert row.reserved_sms is None
     refused = [row for row in layer if row.outcome.status == "refused"]
-    assert [row.backend for row in refused] == ["fused"]
+    assert [row.backend for row in refused] == ["fused", "deep_gemm"]
     assert "needs an NVIDIA GPU, the device is cpu" in refused[0].outcome.reasons
     assert {row.name: row.outcome.status for row in result.rows if isinstance(row, CeilingRow)} == {
         "product float32": "measured",
@@ -94,7 +94,12 @@ def test_a_precision_that_only_the_reference_can_do_is_refused_by_the_others(tmp
     words = ["--direction", "forward", "--precision", "fp8", "--part", "layer", "--protocol", "burst"]
     assert main([*QUICK, *words, "--dtype", "bfloat16", "--tokens", "16", "--json", str(path)]) == 0
     status = {row.backend: row.outcome.status for row in schema.read(path).rows if isinstance(row, LayerRow)}
-    assert status == {"fused": "refused", "grouped": "refused", "reference": "measured"}
+    assert status == {
+        "fused": "refused",
+        "deep_gemm": "refused",
+        "grouped": "refused",
+        "reference": "measured",
+    }
 
 
 def test_a_backend_that_computes_something_else_fails(
@@ -134,7 +139,7 @@ def test_a_backend_that_breaks_is_a_row_and_not_the_end(
     ("words", "message"),
     [
         (["--shape", "7B"], "shape: got '7B', wanted one of tiny, 30B"),
-        (["--backend", "fast"], "backend: got 'fast', wanted one of fused, grouped, reference"),
+        (["--backend", "fast"], "backend: got 'fast', wanted one of fused, deep_gemm, grouped, reference"),
         (["--protocol", "warm"], "protocol: got 'warm', wanted one of burst, sustained"),
         (["--direction", "up"], "direction: got 'up', wanted one of forward"),
         (["--precision", "int4"], "precision: got 'int4', wanted one of bf16"),

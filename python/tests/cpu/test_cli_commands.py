@@ -52,7 +52,7 @@ def test_explain_says_which_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"] == "grouped"
     assert found["request"]["num_experts"] == 128
-    assert [v["backend"] for v in found["verdicts"]] == ["fused", "grouped", "reference"]
+    assert [v["backend"] for v in found["verdicts"]] == ["fused", "deep_gemm", "grouped", "reference"]
     assert "needs an NVIDIA GPU, the device is cpu" in found["verdicts"][0]["reasons"]
     assert main(["explain", "--device", "cpu"]) == 0
     assert "grouped: accepted" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from mega_moe._backends.decide import BACKENDS, Verdict, decide
 from mega_moe._backends.facts import RankFacts, Variant
 from mega_moe._backends.request import Request
 
+from ._deep_gemm_rows import ROWS
 from ._facts import FULL, STAGE_ONLY, cpu, gpu, kernels, pair, request
 
 
@@ -343,6 +344,7 @@ TABLE = {
         [gpu(r, 2, group_backend="gloo") for r in range(2)],
     ),
 }
+TABLE |= {f"deep_gemm-{name}": Row("deep_gemm", *row) for name, row in ROWS.items()}
 
 
 def verdict(row: Row) -> Verdict:
@@ -417,7 +419,7 @@ def test_a_reason_of_many_ranks_is_given_once() -> None:
 
 def test_every_backend_is_judged_in_order_of_preference() -> None:
     verdicts = decide(request(), [gpu()])
-    assert tuple(v.backend for v in verdicts) == BACKENDS == ("fused", "grouped", "reference")
+    assert tuple(v.backend for v in verdicts) == BACKENDS == ("fused", "deep_gemm", "grouped", "reference")
 
 
 def test_decide_changes_nothing() -> None:

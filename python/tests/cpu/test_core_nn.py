@@ -103,6 +103,15 @@ def test_leading_axes(experts: MegaMoE, problem: Problem, leading: tuple[int, ..
     assert torch.equal(y, want.view(*leading, H))
 
 
+@pytest.mark.parametrize("leading", [(), (2,)])
+def test_the_result_is_no_view(experts: MegaMoE, problem: Problem, leading: tuple[int, ...]) -> None:
+    """What a hook hangs on must not be dropped by an in-place operation of the caller."""
+    x, idx, weights = (t.view(*leading, -1, t.shape[-1]) for t in problem.inputs[:3])
+    y = experts(x, idx, weights)
+    assert not y._is_view()
+    assert y.view(-1, y.shape[-1])._is_view()
+
+
 def test_a_batch_that_is_not_contiguous(experts: MegaMoE, problem: Problem) -> None:
     want = call(experts, problem).view(4, 6, H)
     parts = (problem.x.view(4, 6, H), problem.topk_idx.view(4, 6, K), problem.topk_weights.view(4, 6, K))

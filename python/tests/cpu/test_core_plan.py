@@ -117,8 +117,10 @@ def test_strict_forbids_only_falling_back() -> None:
 def test_names() -> None:
     assert check_name("backend", "auto") is None
     assert [check_name("backend", b) for b in BACKENDS] == list(BACKENDS)
-    for wrong in ("Fused", "", "deep_gemm", None, 1, []):
-        with pytest.raises(ValueError, match=r"backend: got .*, want auto, fused, grouped, reference"):
+    for wrong in ("Fused", "", "deepgemm", None, 1, []):
+        with pytest.raises(
+            ValueError, match=r"backend: got .*, want auto, fused, deep_gemm, grouped, reference"
+        ):
             check_name("backend", wrong)  # type: ignore[arg-type]
 
 
@@ -280,7 +282,8 @@ def test_an_explanation_is_readable() -> None:
     explanation = plan.explain(request(), [CPU])
     lines = str(explanation).splitlines()
     assert lines[0].startswith("fused: refused: the compiled library is not loaded")
-    assert lines[1:] == ["grouped: accepted", "reference: accepted", "chosen: grouped"]
+    assert lines[1] == "deep_gemm: refused: needs an NVIDIA GPU, the device is cpu"
+    assert lines[2:] == ["grouped: accepted", "reference: accepted", "chosen: grouped"]
     assert explanation.reason.startswith("grouped, since fused: refused: ")
     assert plan.explain(request(), [gpu()]).reason == "fused"
 
