@@ -63,11 +63,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_forward(
         return;
     }
     routing.end(TraceKind::kRoute, 0, 0, 0);
-    if (p.route.endpoint.num_ranks == 1) copy_first_rows<C>(p);
     const auto warp = static_cast<int>(ptx::thread_id()) / 32;
     const bool first_lane = ptx::thread_id() % 32 == 0;
     const auto cta = static_cast<int>(ptx::cluster_rank());
     const std::uint64_t epoch = *shared.epoch();
+    copy_first_rows<C>(p, epoch);
     if (warp < 4) {
         ptx::shrink_registers<C::kCommRegisters>();
         if (warp == 0) {

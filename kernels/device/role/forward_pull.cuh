@@ -144,37 +144,62 @@ class Puller {
     RingCursor<C::kPullBuffers> landing_;
 };
 
-// Rows that each warp copies before the roles part, with a single rank.
-inline constexpr int kFirstRowsPerWarp = 2;
+// Rows or tokens that each warp copies before the roles part.
+inline constexpr int kFirstPerWarp = 2;
 
-// All warps, with a single rank: the first rows of the first chunk, so that the first tiles need not wait for
-// a few warps.
 template <class C>
-__device__ __forceinline__ void copy_first_rows(const ForwardParams& p) {
+__device__ __forceinline__ int first_copied() {
+    return kFirstPerWarp * (C::kThreads / 32) * static_cast<int>(ptx::num_ctas());
+}
+
+// One warp, through registers: up to kFirstPerWarp of the rows.
+template <class Rows>
+__device__ __forceinline__ void copy_some(const ForwardParams& p, const ChunkView& view, Rows rows) {
     constexpr int kVectors = 8;  // in flight per lane
-    const ChunkView view = view_chunk(p, 0);
-    const int warp = static_cast<int>(ptx::thread_id()) / 32;
-    const auto ctas = static_cast<int>(ptx::num_ctas());
+    const Endpoint& e = p.route.endpoint;
     const int row_bytes = p.hidden * 2;
     const int lane_bytes = static_cast<int>(ptx::lane_id()) * 16;
-    SlotsInOrder rows(p, view, 0, warp * ctas + static_cast<int>(ptx::cta_id()), C::kThreads / 32 * ctas);
     TokenRows t{};
-    for (int i = 0; i < kFirstRowsPerWarp && rows.next(t); ++i) {
-        const std::byte* from = p.x + std::int64_t{t.token} * row_bytes;
-        std::byte* to = p.x_pool + (std::int64_t{t.slot} + view.row_of_slot) * row_bytes;
+    for (int i = 0; i < kFirstPerWarp && rows.next(t); ++i) {
+        const std::byte* x = e.num_ranks > 1 ? e.at<const std::byte>(t.rank, p.x_staged) : p.x;
+        const std::byte* from = x + std::int64_t{t.token} * row_bytes;
         for (int at = lane_bytes; at < row_bytes; at += kVectors * 512) {
             uint4 v[kVectors];
 #pragma unroll
             for (int j = 0; j < kVectors; ++j)
-                if (at + j * 512 < row_bytes) v[j] = ptx::load_stream(from + at + j * 512);
+                if (at + j * 512 < row_bytes)
+                    v[j] = ptx::load_relaxed_sys(reinterpret_cast<const uint4*>(from + at + j * 512));
+#pragma unroll 1
+            for (int slot = 0; slot < t.rows; ++slot) {
+                const std::int64_t row = __shfl_sync(ptx::kAllLanes, t.slot, slot) + view.row_of_slot;
+                std::byte* to = p.x_pool + row * row_bytes;
 #pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-                if (at + j * 512 < row_bytes) ptx::store(to + at + j * 512, v[j]);
+                for (int j = 0; j < kVectors; ++j)
+                    if (at + j * 512 < row_bytes) ptx::store(to + at + j * 512, v[j]);
+            }
         }
         ptx::fence_proxy_async_global();
         __syncwarp();
-        if (ptx::lane_id() == 0) ptx::add_release_gpu(p.counters + p.arrived + t.slot / layout::kRowBlock, 1);
+        if (static_cast<int>(ptx::lane_id()) < t.rows)
+            ptx::add_release_gpu(p.counters + p.arrived + t.slot / layout::kRowBlock, 1);
     }
+}
+
+// All warps: what the first tiles need, so that they do not wait for one warp of each CTA.
+template <class C>
+__device__ __forceinline__ void copy_first_rows(const ForwardParams& p, std::uint64_t epoch) {
+    bool lost = false;
+    await_staged_x(p, epoch, lost);
+    if (lost) return;
+    const ChunkView view = view_chunk(p, 0);
+    const int warp = static_cast<int>(ptx::thread_id()) / 32;
+    const auto ctas = static_cast<int>(ptx::num_ctas());
+    const int first = warp * ctas + static_cast<int>(ptx::cta_id());
+    const int step = C::kThreads / 32 * ctas;
+    if (p.route.endpoint.num_ranks == 1)
+        copy_some(p, view, SlotsInOrder(p, view, 0, first, step));
+    else
+        copy_some(p, view, TokensInOrder(p, view, 0, first, step));
 }
 
 // One warp: this CTA's share of all chunks.
@@ -186,18 +211,18 @@ __device__ __forceinline__ void pull_rows(const ForwardParams& p, const ForwardS
     const auto ctas = static_cast<int>(ptx::num_ctas());
     bool lost = false;
     tracer.start();
-    await_staged_x(p, epoch, lost);
-    const auto pull_all = [&](auto puller, int copied) {
+    const auto pull_all = [&](auto puller) {
         for (int chunk = 0; chunk < num_chunks; ++chunk) {
             await_free_chunk(p, epoch, chunk, lost);
             tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
-            puller.pull_chunk(view_chunk(p, chunk), chunk, cta + (chunk == 0 ? copied : 0), ctas, tracer);
+            const int copied = chunk == 0 ? first_copied<C>() : 0;
+            puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);
         }
     };
     if (p.route.endpoint.num_ranks == 1)
-        pull_all(Puller<C, SlotsInOrder>(p, shared), kFirstRowsPerWarp * (C::kThreads / 32) * ctas);
+        pull_all(Puller<C, SlotsInOrder>(p, shared));
     else
-        pull_all(Puller<C, TokensInOrder>(p, shared), 0);
+        pull_all(Puller<C, TokensInOrder>(p, shared));
 }
 
 }  // namespace mega_moe::device
