@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ SYMMETRIC_STATE = ("control", "headers", "block_flags", "x_flags", "sent_flags")
 WORKSPACE_STATE = ("sync", "group_counts")
 # 16 bits that fill all other parts: as bf16 a number, NaN, and 3e38.
 NUMBER, NAN, HUGE = 0xEEEE, 0xFFFF, 0x7F62
+
+
+LOADING_LANE = 1 << 10  # of no rank
 
 
 class VirtualRanks:
@@ -64,7 +68,9 @@ class VirtualRanks:
         self.warm()
 
     def warm(self) -> None:
-        """Have memory for results ready: an allocation between launches that wait for others could wait for them."""
+        """Have memory for results and the routing kernel ready: an allocation, or the first launch of a kernel, between
+        launches that wait for others could wait for them."""
+        _load_routing(self.device)
         for stream in self.streams:
             with torch.cuda.stream(stream):
                 torch.empty(1, device=self.device)
@@ -99,6 +105,20 @@ class VirtualRanks:
     def check(self) -> None:
         for router in self.routers:
             router.check()
+
+
+@functools.cache
+def _load_routing(device: torch.device) -> None:
+    """A rank that refuses a call routes only; alone in its process it would not do so beside another's forward."""
+    if device.type != "cuda":
+        return
+    shape = Shape(128, 1, 1, 256, 1)
+    (memory,) = of_virtual_ranks(symmetric_layout(shape).total, device, 1)
+    alone = KernelRank(
+        shape, 0, memory, num_sms=1, arrival_timeout=10.0, progress_timeout=10.0, lane=LOADING_LANE
+    )
+    KernelRouter(alone).route(torch.zeros(1, 1, dtype=torch.int64, device=device), None)
+    alone.close()
 
 
 def random_ids(
