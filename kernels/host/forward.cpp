@@ -7,7 +7,7 @@
 #include "host/make_status.h"
 #include "host/route_params.h"
 #include "host/tensor_map.h"
-#include "layout/forward_shared.h"
+#include "layout/layer_shared.h"
 #include "layout/pools.h"
 #include "layout/route_shared.h"
 #include "layout/symmetric.h"
@@ -82,17 +82,19 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);
-    p.x = static_cast<const std::byte*>(problem.x);
-    p.y = static_cast<std::byte*>(problem.y);
-    p.x_pool = workspace + parts[layout::kXPool];
-    p.o_pool = workspace + parts[layout::kOPool];
+    p.moved[0] = {static_cast<const std::byte*>(problem.x), workspace + parts[layout::kXPool],
+                  symmetric[layout::kStaging] + staging.x};
+    p.summed = workspace + parts[layout::kOPool];
+    p.out = static_cast<std::byte*>(problem.y);
+    p.returns_rows = true;
     p.counters = reinterpret_cast<std::uint32_t*>(workspace + parts[layout::kCounters]);
     p.num_counters = layout::num_counters(local.max_slots(), local.chunks());
     p.sent = layout::counter_of_sent();
     p.arrived = layout::counter_of_arrived(local.chunks());
     p.gate_up_done = p.arrived + blocks;
     p.down_done = p.gate_up_done + blocks;
-    p.x_staged = symmetric[layout::kStaging] + staging.x;
+    p.summed_done = p.down_done;
+    p.summed_wanted = static_cast<std::uint32_t>(local.hidden / layout::kTileColumns * 4);
     p.x_flags = symmetric[layout::kXFlags];
     p.sent_flags = symmetric[layout::kSentFlags];
     p.home = symmetric[layout::kHome];
@@ -108,7 +110,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
         layout::make_route_shared(variant->threads, p.route.endpoint.num_ranks, p.route.num_local,
                                   p.route.max_blocks, p.route.one_chunk)
             .total;
-    const layout::ForwardShared shared = layout::make_forward_shared(variant->stages);
+    const layout::LayerShared shared = layout::make_layer_shared(variant->stages);
     if (routing > shared.ring || shared.total > facts.max_shared_bytes) {
         return error_status(
             "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has "

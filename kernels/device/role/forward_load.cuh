@@ -9,14 +9,14 @@ namespace mega_moe::device {
 
 // One thread: fills the stages with the operands of this CTA's tiles.
 template <class C>
-__device__ __forceinline__ void load_tiles(const ForwardParams& p, const ForwardShared<C>& shared, int cta,
+__device__ __forceinline__ void load_tiles(const ForwardParams& p, const LayerShared<C>& shared, int cta,
                                            Tracer<C::kTrace>& tracer) {
     constexpr std::uint16_t kBoth = 3;
     RingCursor<C::kStages> stage;
     RingCursor<C::kRing> ring;
     tracer.start();
     for (;; ring.next()) {
-        const TileRecord t = await_record<C>(shared, ring);
+        const TileRecord t = await_record<TileRecord>(shared, ring);
         ptx::mbarrier_arrive(shared.ring_empty(ring.at));
         if (t.kind == kNoTile) return;
         const bool down = t.kind == kDownTile;

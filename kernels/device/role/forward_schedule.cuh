@@ -8,64 +8,33 @@
 #include "device/ptx/ordered_memory.cuh"
 #include "device/ptx/warp.cuh"
 #include "device/role/forward_params.h"
-#include "device/role/forward_shared.cuh"
+#include "device/role/layer_shared.cuh"
+#include "device/role/unit_rows.cuh"
 #include "layout/tiles.h"
 #include "layout/workspace.h"
 
 namespace mega_moe::device {
 
-// Rows of all units, by a whole warp: each lane holds one unit of two windows of 32, since a walk reads at
-// two places that move forward.
-class UnitRows {
-  public:
-    __device__ __forceinline__ UnitRows(const std::int32_t* rows, int units) : rows_(rows), units_(units) {}
+template <int Stages, bool Trace>
+using ForwardConfig = LayerConfig<Stages, Trace, layout::kTileRing, 1, 136, 184>;
 
-    __device__ __forceinline__ int operator()(int unit) {
-        const std::int32_t held = window(unit);
-        return __shfl_sync(ptx::kAllLanes, held, unit % 32);
-    }
-    // First unit from `unit` on that has rows, or the number of units.
-    __device__ __forceinline__ int next(int unit) {
-        while (unit < units_) {
-            const std::uint32_t filled = ptx::ballot(window(unit) > 0) & (0xFFFFFFFFu << (unit % 32));
-            if (filled != 0) return unit / 32 * 32 + __ffs(static_cast<int>(filled)) - 1;
-            unit = (unit / 32 + 1) * 32;
-        }
-        return units_;
-    }
-
-  private:
-    __device__ __forceinline__ std::int32_t window(int unit) {
-        const int base = unit / 32 * 32;
-        if (base == base_0_) return held_0_;
-        if (base == base_1_) return held_1_;
-        const int at = base + static_cast<int>(ptx::lane_id());
-        const std::int32_t held = at < units_ ? static_cast<std::int32_t>(ptx::load_relaxed_gpu(
-                                                    reinterpret_cast<const std::uint32_t*>(rows_ + at)))
-                                              : 0;
-        // The window that moves is the nearest below.
-        if (base_0_ < base && (base_1_ > base || base_1_ < base_0_)) {
-            base_0_ = base;
-            held_0_ = held;
-        } else {
-            base_1_ = base;
-            held_1_ = held;
-        }
-        return held;
-    }
-
-    const std::int32_t* rows_;
-    int units_;
-    int base_0_ = -64;
-    int base_1_ = -32;
-    std::int32_t held_0_ = 0;
-    std::int32_t held_1_ = 0;
+// What the scheduler tells the other warps of its CTA of a tile.
+struct TileRecord {
+    std::int32_t kind;  // TileKind
+    std::int32_t k_blocks;
+    std::int32_t pool_row;      // first row in the pools
+    std::int32_t slot;          // the same as a slot
+    std::int32_t input_rows;    // valid rows that it reads, 1 to layout::kTileRows
+    std::int32_t rows;          // the same, or 0: nothing is stored
+    std::int32_t weight_row;    // of the first 128 columns, in the weights' map
+    std::int32_t weight_row_2;  // of the second
+    std::int32_t column;        // first column of what is stored
+    std::int32_t tail;          // the cluster shares the rows, not the weights
+    std::int32_t chunk;
+    std::int32_t expert;
+    std::int32_t column_block;
 };
-
-__device__ __forceinline__ std::int32_t table_word(const std::int32_t* table, std::int64_t at) {
-    return static_cast<std::int32_t>(
-        ptx::load_relaxed_gpu(reinterpret_cast<const std::uint32_t*>(table + at)));
-}
+enum TileKind { kNoTile, kGateUpTile, kDownTile };
 
 // Tiles that gate/up lies ahead of down, in tiles of every cluster: one that is multiplied, one that is
 // stored, and one more.
@@ -75,7 +44,7 @@ inline constexpr int kLagPerCluster = 3;
 template <class C>
 class Tickets {
   public:
-    __device__ __forceinline__ Tickets(const ForwardParams& p, const ForwardShared<C>& shared, int cta)
+    __device__ __forceinline__ Tickets(const ForwardParams& p, const LayerShared<C>& shared, int cta)
         : shared_(shared), cta_(cta), clusters_(static_cast<int>(ptx::num_ctas()) / C::kClusterSize) {
         counter_ = p.counters + layout::kTileTicket * layout::kCounterLine;
     }
@@ -100,7 +69,7 @@ class Tickets {
     }
 
   private:
-    const ForwardShared<C>& shared_;
+    const LayerShared<C>& shared_;
     int cta_;
     int clusters_;
     std::uint32_t* counter_;
@@ -132,7 +101,7 @@ __device__ __forceinline__ void await_input(const ForwardParams& p, std::uint64_
 // One warp: the tiles of this CTA, one after another, each once its inputs are there. The loading warp then
 // needs no look at global memory, which would leave the stages empty between tiles.
 template <class C>
-__device__ __forceinline__ void schedule_tiles(const ForwardParams& p, const ForwardShared<C>& shared,
+__device__ __forceinline__ void schedule_tiles(const ForwardParams& p, const LayerShared<C>& shared,
                                                std::uint64_t epoch, int cta) {
     const RouteParams& r = p.route;
     const int clusters = static_cast<int>(ptx::num_ctas()) / C::kClusterSize;
@@ -198,14 +167,6 @@ __device__ __forceinline__ void schedule_tiles(const ForwardParams& p, const For
 // How a trace numbers the tiles: block of rows in the low 16 bits, of columns in the next 8.
 __device__ __forceinline__ int trace_index(const TileRecord& t, int first_row) {
     return (t.slot + first_row) / layout::kRowBlock | t.column_block << 16;
-}
-
-// A record, once it is there.
-template <class C>
-__device__ __forceinline__ TileRecord await_record(const ForwardShared<C>& shared,
-                                                   const RingCursor<C::kRing>& ring) {
-    ptx::mbarrier_wait(shared.ring_full(ring.at), ring.parity);
-    return *reinterpret_cast<const TileRecord*>(shared.record(ring.at));
 }
 
 }  // namespace mega_moe::device

@@ -2,24 +2,27 @@
 #include <cstdint>
 
 #include "device/mma/operand.cuh"
+#include "device/pipe/stages.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/shared_address.cuh"
-#include "layout/forward_shared.h"
+#include "layout/layer_shared.h"
 #include "layout/tiles.h"
 
 namespace mega_moe::device {
 
-// Compile-time facts of the forward. Each of two math warpgroups takes half of the rows of every tile.
-template <int Stages, bool Trace>
-struct ForwardConfig {
+// Compile-time facts of a layer's kernel. Each of two math warpgroups takes half of the rows of every tile. The
+// scheduler is `Ring` tiles ahead at most; `Moved` tensors travel to the experts.
+template <int Stages, bool Trace, int Ring, int Moved, int CommRegisters, int MathRegisters>
+struct LayerConfig {
     static constexpr int kStages = Stages;
     static constexpr bool kTrace = Trace;
     static constexpr int kThreads = 384;
     static constexpr int kClusterSize = 2;
-    // 184 + 184 + 136 = 504 of the 504 that 384 threads x 168 registers leave for three warpgroups.
-    static constexpr int kCommRegisters = 136;
-    static constexpr int kMathRegisters = 184;
+    // What 384 threads x 168 registers leave for three warpgroups.
+    static constexpr int kCommRegisters = CommRegisters;
+    static constexpr int kMathRegisters = MathRegisters;
+    static_assert(kCommRegisters + 2 * kMathRegisters <= 504, "registers at launch");
 
     static constexpr int kBlockK = 64;  // 128 bytes, one row of the swizzle
     static constexpr int kBytesA = layout::kStageBytesA;
@@ -27,19 +30,21 @@ struct ForwardConfig {
     static constexpr int kStageBytes = kBytesA + kBytesB;
     static constexpr int kPullBuffers = layout::kPullBuffers;
     static constexpr int kPullBytes = layout::kPullBytes;
-    static constexpr int kRing = layout::kTileRing;
-    static constexpr layout::ForwardShared kAt = layout::make_forward_shared(Stages);
+    static constexpr int kRing = Ring;
+    static constexpr int kMoved = Moved;
+    static constexpr layout::LayerShared kAt = layout::make_layer_shared(Stages);
     static_assert(kAt.total <= 232448, "shared memory of a block");
+    static_assert(kRing <= layout::kTileRing, "records");
     static_assert(kOperandRowBytes == 128, "stages");
 };
 
 // Where things lie in a CTA's shared memory, as shared addresses.
 template <class C>
-struct ForwardShared {
+struct LayerShared {
     std::uint32_t base;
     std::byte* generic;  // the same place
 
-    __device__ __forceinline__ explicit ForwardShared(std::byte* raw) {
+    __device__ __forceinline__ explicit LayerShared(std::byte* raw) {
         const std::uint32_t start = ptx::shared_address(raw);
         base = (start + 1023) & ~1023u;
         generic = raw + (base - start);
@@ -96,23 +101,13 @@ struct ForwardShared {
     }
 };
 
-// What the scheduler tells the other warps of its CTA of a tile.
-struct TileRecord {
-    std::int32_t kind;  // TileKind
-    std::int32_t k_blocks;
-    std::int32_t pool_row;      // first row in the pools
-    std::int32_t slot;          // the same as a slot
-    std::int32_t input_rows;    // valid rows that it reads, 1 to layout::kTileRows
-    std::int32_t rows;          // the same, or 0: nothing is stored
-    std::int32_t weight_row;    // of the first 128 columns, in the weights' map
-    std::int32_t weight_row_2;  // of the second
-    std::int32_t column;        // first column of what is stored
-    std::int32_t tail;          // the cluster shares the rows, not the weights
-    std::int32_t chunk;
-    std::int32_t expert;
-    std::int32_t column_block;
-};
-static_assert(sizeof(TileRecord) <= layout::kTileRecordBytes);
-enum TileKind { kNoTile, kGateUpTile, kDownTile };
+// A record, once it is there.
+template <class Record, class C>
+__device__ __forceinline__ Record await_record(const LayerShared<C>& shared,
+                                               const RingCursor<C::kRing>& ring) {
+    static_assert(sizeof(Record) <= layout::kTileRecordBytes);
+    ptx::mbarrier_wait(shared.ring_full(ring.at), ring.parity);
+    return *reinterpret_cast<const Record*>(shared.record(ring.at));
+}
 
 }  // namespace mega_moe::device

@@ -1,7 +1,11 @@
 #pragma once
 #include <cstdint>
 
-#include "device/role/forward_schedule.cuh"
+#include "device/ptx/special_registers.cuh"
+#include "device/role/layer_params.h"
+#include "device/role/unit_rows.cuh"
+#include "layout/pools.h"
+#include "layout/workspace.h"
 
 // Which rows the communication warps move, in which order.
 namespace mega_moe::device {
@@ -23,7 +27,7 @@ struct ChunkView {
     int row_of_slot;  // row in the pools minus slot
 };
 
-__device__ __forceinline__ ChunkView view_chunk(const ForwardParams& p, int chunk) {
+__device__ __forceinline__ ChunkView view_chunk(const LayerParams& p, int chunk) {
     const std::int32_t* row = p.route.chunk_table + std::int64_t{chunk} * layout::kChunkWords;
     return {table_word(row, layout::kChunkFirstResident), table_word(row, layout::kChunkResidents),
             table_word(row, layout::kChunkRows),
@@ -54,7 +58,7 @@ __device__ __forceinline__ TokenRows rows_of_entry(const RouteParams& r, std::ui
 // token ahead, since each load takes as long as a row does.
 class TokensInOrder {
   public:
-    __device__ __forceinline__ TokensInOrder(const ForwardParams& p, const ChunkView& view, int, int first,
+    __device__ __forceinline__ TokensInOrder(const LayerParams& p, const ChunkView& view, int, int first,
                                              int step)
         : r_(p.route),
           list_(p.route.pull_list + view.first_resident),
@@ -96,7 +100,7 @@ class TokensInOrder {
 // moving a token once, and the first experts' rows should come first.
 class SlotsInOrder {
   public:
-    __device__ __forceinline__ SlotsInOrder(const ForwardParams& p, const ChunkView& view, int chunk,
+    __device__ __forceinline__ SlotsInOrder(const LayerParams& p, const ChunkView& view, int chunk,
                                             int first, int step)
         : r_(p.route),
           rows_(p.route.expert_rows, (chunk + 1) * p.route.num_local),

@@ -20,7 +20,7 @@ inline constexpr int kTileRecordBytes = 64;
 // n it has read all of tile n - kTileRing, whose stages the second must have released but for the last few.
 inline constexpr int kMailbox = 16;
 
-struct ForwardShared {
+struct LayerShared {
     int store;
     int pull;
     int ring;
@@ -33,8 +33,8 @@ struct ForwardShared {
 };
 
 // The stages come first; the routing phase uses everything below `ring` before they are filled.
-MEGA_MOE_LAW ForwardShared make_forward_shared(int stages) {
-    ForwardShared s{};
+MEGA_MOE_LAW LayerShared make_layer_shared(int stages) {
+    LayerShared s{};
     s.store = stages * (kStageBytesA + kStageBytesB);
     s.pull = s.store + kMathWarps * kStoreBytes;
     s.ring = s.pull + kPullBuffers * kPullBytes;

@@ -5,23 +5,35 @@
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/global_memory.cuh"
-#include "device/role/forward_rows.cuh"
+#include "device/pipe/trace.cuh"
+#include "device/role/layer_rows.cuh"
+#include "device/role/layer_shared.cuh"
 
-// Dispatch: rows of x from their ranks into the pool, each token once, whatever number of experts it has
-// here.
+// Dispatch: rows of x, and of dy in the backward, from their ranks into the pools, each token once, whatever
+// number of experts it has here.
 namespace mega_moe::device {
 
 // A piece of a token's row on its way through one of the buffers.
 struct PullPiece {
     TokenRows of;
+    int moved;   // which of LayerParams::moved
     int offset;  // bytes into the row
     int bytes;
-    bool last;  // of the row
+    bool last;  // of the token
 };
+
+// Where a token's row is read.
+__device__ __forceinline__ const std::byte* row_source(const LayerParams& p, int moved, const TokenRows& t,
+                                                       int row_bytes) {
+    const Endpoint& e = p.route.endpoint;
+    const MovedRows& m = p.moved[moved];
+    const std::byte* from = e.num_ranks > 1 ? e.at<const std::byte>(t.rank, m.staged) : m.from;
+    return from + std::int64_t{t.token} * row_bytes;
+}
 
 // One warp: until all ranks have staged all of their x, which they do before they route. After a fault
 // nothing is there any more.
-__device__ __forceinline__ void await_staged_x(const ForwardParams& p, std::uint64_t epoch, bool& lost) {
+__device__ __forceinline__ void await_staged_x(const LayerParams& p, std::uint64_t epoch, bool& lost) {
     const RouteParams& r = p.route;
     const Endpoint& e = r.endpoint;
     if (e.num_ranks == 1) return;
@@ -45,7 +57,7 @@ __device__ __forceinline__ void await_staged_x(const ForwardParams& p, std::uint
 }
 
 // One warp: until the part of the pools that a chunk takes is free again.
-__device__ __forceinline__ void await_free_chunk(const ForwardParams& p, std::uint64_t epoch, int chunk,
+__device__ __forceinline__ void await_free_chunk(const LayerParams& p, std::uint64_t epoch, int chunk,
                                                  bool& lost) {
     if (chunk < 2) return;
     const Endpoint& e = p.route.endpoint;
@@ -68,7 +80,7 @@ __device__ __forceinline__ void await_free_chunk(const ForwardParams& p, std::ui
 template <class C, class Rows>
 class Puller {
   public:
-    __device__ __forceinline__ Puller(const ForwardParams& params, const ForwardShared<C>& map)
+    __device__ __forceinline__ Puller(const LayerParams& params, const LayerShared<C>& map)
         : p(params), shared(map), row_bytes(params.hidden * 2) {}
 
     __device__ __forceinline__ void pull_chunk(const ChunkView& view, int chunk, int first, int step,
@@ -82,8 +94,12 @@ class Puller {
         for (bool more = true; more;) {
             const PullPiece piece = next;
             if (piece.last) {
+                next.moved = 0;
                 next.offset = 0;
                 more = rows.next(next.of);
+            } else if (piece.offset + piece.bytes == row_bytes) {
+                next.moved = piece.moved + 1;
+                next.offset = 0;
             } else {
                 next.offset += piece.bytes;
             }
@@ -98,7 +114,7 @@ class Puller {
             ptx::mbarrier_wait(shared.pulled(landing_.at), landing_.parity);
             if (lane() < piece.of.rows) {
                 const std::int64_t row = piece.of.slot + view.row_of_slot;
-                ptx::bulk_store(p.x_pool + row * row_bytes + piece.offset, shared.pull_buffer(landing_.at),
+                ptx::bulk_store(p.moved[piece.moved].pool + row * row_bytes + piece.offset, shared.pull_buffer(landing_.at),
                                 static_cast<std::uint32_t>(piece.bytes));
             }
             ptx::bulk_commit();
@@ -118,15 +134,14 @@ class Puller {
 
     __device__ __forceinline__ void resize(PullPiece& piece) const {
         piece.bytes = min(row_bytes - piece.offset, C::kPullBytes);
-        piece.last = piece.offset + piece.bytes == row_bytes;
+        if constexpr (C::kMoved == 1) piece.moved = 0;
+        piece.last = piece.offset + piece.bytes == row_bytes && piece.moved == C::kMoved - 1;
     }
     __device__ __forceinline__ void load(const PullPiece& piece) {
         if (lane() == 0) {
-            const Endpoint& e = p.route.endpoint;
-            const std::byte* x = e.num_ranks > 1 ? e.at<const std::byte>(piece.of.rank, p.x_staged) : p.x;
             ptx::mbarrier_arrive_expect(shared.pulled(loading_.at), static_cast<std::uint32_t>(piece.bytes));
             ptx::bulk_load(shared.pull_buffer(loading_.at),
-                           x + std::int64_t{piece.of.token} * row_bytes + piece.offset,
+                           row_source(p, piece.moved, piece.of, row_bytes) + piece.offset,
                            static_cast<std::uint32_t>(piece.bytes), shared.pulled(loading_.at));
         }
         __syncwarp();
@@ -137,8 +152,8 @@ class Puller {
             ptx::add_release_gpu(p.counters + p.arrived + piece.of.slot / layout::kRowBlock, 1);
     }
 
-    const ForwardParams& p;
-    const ForwardShared<C>& shared;
+    const LayerParams& p;
+    const LayerShared<C>& shared;
     int row_bytes;
     RingCursor<C::kPullBuffers> loading_;
     RingCursor<C::kPullBuffers> landing_;
@@ -153,29 +168,30 @@ __device__ __forceinline__ int first_copied() {
 }
 
 // One warp, through registers: up to kFirstPerWarp of the rows.
-template <class Rows>
-__device__ __forceinline__ void copy_some(const ForwardParams& p, const ChunkView& view, Rows rows) {
+template <class C, class Rows>
+__device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView& view, Rows rows) {
     constexpr int kVectors = 8;  // in flight per lane
-    const Endpoint& e = p.route.endpoint;
     const int row_bytes = p.hidden * 2;
     const int lane_bytes = static_cast<int>(ptx::lane_id()) * 16;
     TokenRows t{};
     for (int i = 0; i < kFirstPerWarp && rows.next(t); ++i) {
-        const std::byte* x = e.num_ranks > 1 ? e.at<const std::byte>(t.rank, p.x_staged) : p.x;
-        const std::byte* from = x + std::int64_t{t.token} * row_bytes;
-        for (int at = lane_bytes; at < row_bytes; at += kVectors * 512) {
-            uint4 v[kVectors];
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-                if (at + j * 512 < row_bytes)
-                    v[j] = ptx::load_relaxed_sys(reinterpret_cast<const uint4*>(from + at + j * 512));
 #pragma unroll 1
-            for (int slot = 0; slot < t.rows; ++slot) {
-                const std::int64_t row = __shfl_sync(ptx::kAllLanes, t.slot, slot) + view.row_of_slot;
-                std::byte* to = p.x_pool + row * row_bytes;
+        for (int moved = 0; moved < C::kMoved; ++moved) {
+            const std::byte* from = row_source(p, moved, t, row_bytes);
+            for (int at = lane_bytes; at < row_bytes; at += kVectors * 512) {
+                uint4 v[kVectors];
 #pragma unroll
                 for (int j = 0; j < kVectors; ++j)
-                    if (at + j * 512 < row_bytes) ptx::store(to + at + j * 512, v[j]);
+                    if (at + j * 512 < row_bytes)
+                        v[j] = ptx::load_relaxed_sys(reinterpret_cast<const uint4*>(from + at + j * 512));
+#pragma unroll 1
+                for (int slot = 0; slot < t.rows; ++slot) {
+                    const std::int64_t row = __shfl_sync(ptx::kAllLanes, t.slot, slot) + view.row_of_slot;
+                    std::byte* to = p.moved[moved].pool + row * row_bytes;
+#pragma unroll
+                    for (int j = 0; j < kVectors; ++j)
+                        if (at + j * 512 < row_bytes) ptx::store(to + at + j * 512, v[j]);
+                }
             }
         }
         ptx::fence_proxy_async_global();
@@ -187,7 +203,7 @@ __device__ __forceinline__ void copy_some(const ForwardParams& p, const ChunkVie
 
 // All warps: what the first tiles need, so that they do not wait for one warp of each CTA.
 template <class C>
-__device__ __forceinline__ void copy_first_rows(const ForwardParams& p, std::uint64_t epoch) {
+__device__ __forceinline__ void copy_first_rows(const LayerParams& p, std::uint64_t epoch) {
     bool lost = false;
     await_staged_x(p, epoch, lost);
     if (lost) return;
@@ -197,15 +213,20 @@ __device__ __forceinline__ void copy_first_rows(const ForwardParams& p, std::uin
     const int first = warp * ctas + static_cast<int>(ptx::cta_id());
     const int step = C::kThreads / 32 * ctas;
     if (p.route.endpoint.num_ranks == 1)
-        copy_some(p, view, SlotsInOrder(p, view, 0, first, step));
+        copy_some<C>(p, view, SlotsInOrder(p, view, 0, first, step));
     else
-        copy_some(p, view, TokensInOrder(p, view, 0, first, step));
+        copy_some<C>(p, view, TokensInOrder(p, view, 0, first, step));
 }
 
-// One warp: this CTA's share of all chunks.
-template <class C>
-__device__ __forceinline__ void pull_rows(const ForwardParams& p, const ForwardShared<C>& shared,
-                                          std::uint64_t epoch, Tracer<C::kTrace>& tracer) {
+struct NoPreparation {
+    __device__ __forceinline__ void operator()(int, bool&) const {}
+};
+
+// One warp: this CTA's share of all chunks. `prepare(chunk, lost)` comes before the rows of a chunk.
+template <class C, class Prepare = NoPreparation>
+__device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShared<C>& shared,
+                                          std::uint64_t epoch, Tracer<C::kTrace>& tracer,
+                                          const Prepare& prepare = {}) {
     const int num_chunks = table_word(p.route.summary, layout::kSummaryChunks);
     const auto cta = static_cast<int>(ptx::cta_id());
     const auto ctas = static_cast<int>(ptx::num_ctas());
@@ -214,6 +235,7 @@ __device__ __forceinline__ void pull_rows(const ForwardParams& p, const ForwardS
     const auto pull_all = [&](auto puller) {
         for (int chunk = 0; chunk < num_chunks; ++chunk) {
             await_free_chunk(p, epoch, chunk, lost);
+            prepare(chunk, lost);
             tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
             const int copied = chunk == 0 ? first_copied<C>() : 0;
             puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);

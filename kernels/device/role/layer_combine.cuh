@@ -2,8 +2,9 @@
 #include <cstdint>
 
 #include "device/comm/wait.cuh"
-#include "device/role/forward_rows.cuh"
-#include "device/role/forward_sum.cuh"
+#include "device/pipe/trace.cuh"
+#include "device/role/layer_rows.cuh"
+#include "device/role/layer_sum.cuh"
 #include "device/role/route_ids.cuh"
 
 // Combine: each resident token's outputs are summed here and travel home once; there the sums of the ranks
@@ -28,13 +29,21 @@ __device__ __forceinline__ std::uint32_t ranks_of_token(const RouteParams& r, in
     return __reduce_or_sync(ptx::kAllLanes, mask);
 }
 
+// What travels beside the rows, by a whole warp: with a resident token's rows here, and into an own token's
+// results at home once everything for it is there.
+struct NothingBeside {
+    __device__ __forceinline__ void push(const TokenRows&, const ChunkView&, bool) const {}
+    __device__ __forceinline__ void home(int, std::uint64_t, bool) const {}
+};
+
 // One warp's work on both sums, which it takes in turn, whichever is ready. All warps draw from the same
 // lists.
-template <class C, bool Wide>
+template <class C, bool Wide, class Beside = NothingBeside>
 class Combiner {
   public:
-    __device__ __forceinline__ Combiner(const ForwardParams& params, std::uint64_t launch)
-        : p(params), e(params.route.endpoint), epoch(launch) {
+    __device__ __forceinline__ Combiner(const LayerParams& params, std::uint64_t launch,
+                                        const Beside& along = {})
+        : p(params), e(params.route.endpoint), beside(along), epoch(launch) {
         num_chunks_ = table_word(p.route.summary, layout::kSummaryChunks);
         view_ = view_chunk(p, 0);
         const ChunkView last = view_chunk(p, num_chunks_ - 1);
@@ -67,6 +76,10 @@ class Combiner {
             // What the lanes have seen of counters and flags holds for the whole warp.
             __syncwarp();
             sum_rows<Wide>(sum, p.hidden);
+            if (pushes)
+                beside.push(from_, view_, bad_);
+            else
+                beside.home(home_, epoch, bad_);
             __syncwarp();
             tracer.end(pushes ? TraceKind::kPush : TraceKind::kHome, chunk_, 0, pushes ? push_ : home_);
             if (pushes) {
@@ -126,9 +139,8 @@ class Combiner {
 
     __device__ __forceinline__ bool push_ready() {
         if (missing_) {
-            const std::uint32_t* done = p.counters + p.down_done + from_.slot / layout::kRowBlock;
-            const auto wanted = static_cast<std::uint32_t>(p.hidden / layout::kTileColumns * 4);
-            missing_ = ptx::load_acquire_gpu(done) < wanted;
+            const std::uint32_t* done = p.counters + p.summed_done + from_.slot / layout::kRowBlock;
+            missing_ = ptx::load_acquire_gpu(done) < p.summed_wanted;
         }
         return !ptx::any(missing_);
     }
@@ -137,10 +149,11 @@ class Combiner {
         maybe_delay(p.delay_seed, static_cast<std::uint32_t>(push_));
         const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
         const bool last = e.num_ranks == 1;
-        std::byte* out = last ? p.y + from_.token * row_bytes
+        std::byte* out = last ? p.out + from_.token * row_bytes
                               : e.at<std::byte>(from_.rank, p.home) +
                                     (std::int64_t{from_.token} * e.num_ranks + e.rank) * row_bytes;
-        return {p.o_pool, from_.slot + view_.row_of_slot, from_.rows, out, last && bad_};
+        if (!p.returns_rows) out = nullptr;
+        return {p.summed, from_.slot + view_.row_of_slot, from_.rows, out, last && bad_};
     }
 
     // Entries of one chunk that are sent and not yet counted: a fence for each would take as long as the sum.
@@ -170,16 +183,16 @@ class Combiner {
     }
 
     __device__ __forceinline__ RowSum home_sum() {
-        // The only rank has written y, but for tokens without an expert.
+        // The only rank has written the result, but for tokens without an expert.
         const bool written = e.num_ranks == 1 && ranks_ != 0;
         // Lane i: the i-th rank of the mask.
         std::uint32_t left = ranks_;
         for (std::uint32_t i = 0; i < ptx::lane_id() && left != 0; ++i)
             left &= left - 1;
         const int rank = left == 0 ? 0 : __ffs(static_cast<int>(left)) - 1;
-        std::byte* out = p.y + std::int64_t{home_} * p.hidden * 2;
+        std::byte* out = p.out + std::int64_t{home_} * p.hidden * 2;
         return {e.at<const std::byte>(e.rank, p.home), home_ * e.num_ranks + rank, __popc(ranks_),
-                written ? nullptr : out, bad_};
+                written || !p.returns_rows ? nullptr : out, bad_};
     }
 
     // Nothing was ready: has this gone on for too long, or has a rank given up?
@@ -199,7 +212,7 @@ class Combiner {
 
   public:
     // One warp: tells all ranks that their tokens' sums of a chunk are with them.
-    static __device__ __forceinline__ void announce_chunk(const ForwardParams& p, std::uint64_t epoch,
+    static __device__ __forceinline__ void announce_chunk(const LayerParams& p, std::uint64_t epoch,
                                                           int chunk) {
         const Endpoint& e = p.route.endpoint;
         if (e.num_ranks == 1) return;
@@ -216,8 +229,9 @@ class Combiner {
     }
 
   private:
-    const ForwardParams& p;
+    const LayerParams& p;
     const Endpoint& e;
+    Beside beside;
     std::uint64_t epoch;
     ChunkView view_;
     TokenRows from_;
@@ -239,7 +253,7 @@ class Combiner {
 
 // One warp of one CTA: chunks that bring nothing to this rank have no last entry that would announce them.
 template <class C>
-__device__ __forceinline__ void announce_empty_chunks(const ForwardParams& p, std::uint64_t epoch) {
+__device__ __forceinline__ void announce_empty_chunks(const LayerParams& p, std::uint64_t epoch) {
     if (p.route.endpoint.num_ranks == 1) return;
     const int num_chunks = table_word(p.route.summary, layout::kSummaryChunks);
     for (int chunk = 0; chunk < num_chunks; ++chunk)
@@ -249,7 +263,7 @@ __device__ __forceinline__ void announce_empty_chunks(const ForwardParams& p, st
 // One warp of one CTA, as its last work: until every rank, also one that holds no expert of these tokens, has
 // said that it is through with them. Only then may the caller overwrite x, and the next launch the staged
 // copy.
-__device__ __forceinline__ void await_all_ranks(const ForwardParams& p, std::uint64_t epoch) {
+__device__ __forceinline__ void await_all_ranks(const LayerParams& p, std::uint64_t epoch) {
     const RouteParams& r = p.route;
     const Endpoint& e = r.endpoint;
     if (e.num_ranks == 1) return;

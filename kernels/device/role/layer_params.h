@@ -1,0 +1,40 @@
+#pragma once
+#include <cstdint>
+
+#include "device/role/route_params.h"
+#include "layout/trace.h"
+
+namespace mega_moe::device {
+
+// Rows that travel from the tokens' ranks to those of their experts.
+struct MovedRows {
+    const std::byte* from;  // the caller's, bf16 [num_tokens, hidden]
+    std::byte* pool;        // bf16, by slot
+    std::int64_t staged;    // offset of the rank's copy in each symmetric buffer
+};
+
+// What both directions of the layer take.
+struct LayerParams {
+    RouteParams route;
+    MovedRows moved[2];       // x; dy in the backward alone
+    const std::byte* summed;  // pool of the rows that are summed over a token's experts
+    std::byte* out;           // the caller's, the sums: bf16 [num_tokens, hidden]
+    std::uint32_t* counters;  // layout/pools.h
+    std::int64_t num_counters;
+    std::int64_t sent;  // first words of the counters by kind
+    std::int64_t arrived;
+    std::int64_t summed_done;     // of what a token's sum waits for, by row block
+    std::uint32_t summed_wanted;  // and how much of it
+    std::int64_t x_flags;         // offsets in each rank's symmetric buffer
+    std::int64_t sent_flags;
+    std::int64_t home;
+    std::int64_t pool_rows;  // of one chunk
+    std::int32_t hidden;
+    std::int32_t intermediate;
+    float clamp;               // +inf: none
+    std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
+    bool returns_rows;         // sums are wanted, on all ranks alike
+    layout::TraceBuffer trace;
+};
+
+}  // namespace mega_moe::device

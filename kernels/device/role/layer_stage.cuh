@@ -1,0 +1,57 @@
+#pragma once
+#include <cstdint>
+
+#include "device/ptx/fence.cuh"
+#include "device/ptx/global_memory.cuh"
+#include "device/ptx/ordered_memory.cuh"
+#include "device/ptx/special_registers.cuh"
+#include "device/role/layer_params.h"
+
+namespace mega_moe::device {
+
+// All threads: `bytes` from one place to another, unless they lie there already.
+template <int Threads>
+__device__ __forceinline__ void copy_block(const std::byte* from, std::byte* to, std::int64_t bytes) {
+    if (from == to) return;
+    constexpr int kVectors = 8;  // in flight per thread
+    const auto vectors = static_cast<int>(bytes / 16);
+    for (int i = static_cast<int>(ptx::thread_id()); i < vectors; i += kVectors * Threads) {
+        uint4 v[kVectors];
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j)
+            if (i + j * Threads < vectors) v[j] = ptx::load_stream(from + std::int64_t{i + j * Threads} * 16);
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j)
+            if (i + j * Threads < vectors) ptx::store(to + std::int64_t{i + j * Threads} * 16, v[j]);
+    }
+}
+
+// All threads: this CTA's blocks of what travels into the symmetric buffer, where the other ranks find them,
+// and a flag to every rank for each. Nothing to copy when the caller's rows lie there already.
+template <class C>
+__device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t epoch) {
+    const Endpoint& e = p.route.endpoint;
+    if (e.num_ranks == 1) return;
+    const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
+    const auto blocks = static_cast<int>(layout::num_blocks(p.route.num_tokens));
+    for (int block = static_cast<int>(ptx::cta_id()); block < blocks;
+         block += static_cast<int>(ptx::num_ctas())) {
+        const int first = block * layout::kBlockTokens;
+        const int tokens = min(layout::kBlockTokens, p.route.num_tokens - first);
+#pragma unroll
+        for (int i = 0; i < C::kMoved; ++i)
+            copy_block<C::kThreads>(p.moved[i].from + first * row_bytes,
+                                    e.at<std::byte>(e.rank, p.moved[i].staged) + first * row_bytes,
+                                    tokens * row_bytes);
+        ptx::fence_proxy_async_global();
+        __syncthreads();
+        if (static_cast<int>(ptx::thread_id()) < e.num_ranks) {
+            ptx::fence_sys();
+            ptx::store_relaxed_sys(e.at<std::uint64_t>(ptx::thread_id(), p.x_flags) +
+                                       std::int64_t{e.rank} * p.route.max_blocks + block,
+                                   epoch);
+        }
+    }
+}
+
+}  // namespace mega_moe::device
