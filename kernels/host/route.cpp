@@ -32,12 +32,12 @@ LayoutTable table_of(const layout::Layout<Count>& layout) noexcept {
 }  // namespace
 
 layout::SymmetricShape symmetric_shape(const RouteShape& s) noexcept {
-    return {s.max_tokens, s.top_k, s.hidden, s.num_ranks, s.quantise, s.home, s.canaries};
+    return {s.max_tokens, s.top_k, s.hidden, s.num_ranks, s.quantise, s.home, s.backward, s.canaries};
 }
 
 layout::WorkspaceShape workspace_shape(const RouteShape& s) noexcept {
     return {s.max_tokens,   s.top_k,   s.num_experts / s.num_ranks, s.num_ranks, s.pool_rows, s.hidden,
-            s.intermediate, s.canaries};
+            s.intermediate, s.backward, s.canaries};
 }
 
 LayoutTable symmetric_layout(const RouteShape& shape) noexcept {

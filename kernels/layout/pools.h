@@ -16,13 +16,14 @@ inline constexpr int kCounterLine = 32;
 // Counters, uint32, all zero when the routing of a launch ends:
 //   tickets        [kCounterTickets][kCounterLine]: see CounterTicket
 //   sent           [max_chunks]: entries of push_list that are sent
-//   arrived        [row blocks]: rows of x in the pool
-//   gate_up_done   [row blocks]: warps that stored their part of h
-//   down_done      [row blocks]: warps that stored their part of the outputs
+//   arrived        [row blocks]: rows of x in the pool; in the backward of x and dy, and the zeros after them
+//   gate_up_done   [row blocks]: warps that stored their part of h; in the backward of dz and h
+//   down_done      [row blocks]: warps that stored their part of the outputs; in the backward of dx
 enum CounterTicket {
     kTileTicket,  // next tile after each cluster's first
     kPushTicket,  // next entry of push_list
     kHomeTicket,  // next own token to sum
+    kGradientTicket,  // next tile of a weight's gradient
     kCounterTickets
 };
 

@@ -15,6 +15,7 @@ struct SymmetricShape {
     std::int64_t num_ranks;
     bool quantise;  // x is staged as e4m3
     bool home;      // with home slots, for kernels that return sums to other ranks
+    bool backward;  // with what the backward needs besides; it comes last, so that nothing else moves
     bool canaries;
 };
 
@@ -28,6 +29,8 @@ enum SymmetricPart {
     kXFlags,     // uint64 [num_ranks][max_blocks]: launch whose x of the block the rank has staged; zero
     kSentFlags,  // uint64 [num_ranks][max_blocks]: launch whose sums of the block the rank has sent; zero
     kHome,       // bf16 [max_tokens, num_ranks, hidden]: sums that ranks send to a token
+    kStagedDy,   // bf16 [max_tokens, hidden]
+    kHomeDtopk,  // fp32 [max_tokens, top_k]: gradients of routing weights, each from its expert's rank
     kSymmetricParts
 };
 
@@ -51,6 +54,8 @@ constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     builder.add("x_flags", home ? flags : 0);
     builder.add("sent_flags", home ? flags : 0);
     builder.add("home", home ? s.max_tokens * s.num_ranks * s.hidden * 2 : 0);
+    builder.add("staged_dy", home && s.backward ? s.max_tokens * s.hidden * 2 : 0);
+    builder.add("home_dtopk", home && s.backward ? slots * 4 : 0);
     return builder.finish();
 }
 

@@ -25,7 +25,19 @@ enum class TraceKind : std::int64_t {
     kWaitHome,
     kHome,
     kRoute,
-    kStage
+    kStage,
+    kWaitDz,  // of the backward: the loading warp waits for the inputs of a tile
+    kWaitDx,
+    kWaitGradient,
+    kLoadDz,
+    kLoadDx,
+    kLoadGradient,
+    kDz,  // products
+    kDx,
+    kGradient,
+    kStoreDz,  // epilogue
+    kStoreDx,
+    kStoreGradient
 };
 
 // Where a launch writes what its roles did: int64 [ctas][roles][capacity][3], a code, start and end in

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "layout/gradients.h"
 #include "layout/parts.h"
 #include "layout/pools.h"
 #include "layout/routing.h"
@@ -16,6 +17,7 @@ struct WorkspaceShape {
     std::int64_t pool_rows;  // padded rows of a chunk
     std::int64_t hidden;
     std::int64_t intermediate;  // 0: tables alone, no pools
+    bool backward;              // with what the backward needs besides
     bool canaries;
 
     MEGA_MOE_LAW std::int64_t max_rows() const { return max_tokens * num_ranks * top_k; }
@@ -27,6 +29,16 @@ struct WorkspaceShape {
     // A chunk is filled while the one before it is worked off.
     MEGA_MOE_LAW std::int64_t pools() const { return chunks() > 1 ? 2 : 1; }
     MEGA_MOE_LAW std::int64_t largest_pool() const { return max_rows() + num_local * (kPadRows - 1); }
+    // An expert's weight gradients may be summed in several parts.
+    MEGA_MOE_LAW bool has_parts() const { return chunks() > 1 || pool_rows > kPartRows; }
+    MEGA_MOE_LAW std::int64_t partials() const {
+        return has_parts() ? max_partials(max_rows(), chunks(), num_local) : 0;
+    }
+    MEGA_MOE_LAW std::int64_t counters() const {
+        return backward ? num_backward_counters(max_slots(), chunks(), num_local,
+                                                all_gradient_tiles(hidden, intermediate), has_parts())
+                        : num_counters(max_slots(), chunks());
+    }
     // A block is never split, so it must fit, or everything must.
     MEGA_MOE_LAW std::int64_t smallest_pool() const {
         const std::int64_t tokens = max_tokens < kBlockTokens ? max_tokens : kBlockTokens;
@@ -53,7 +65,11 @@ enum WorkspacePart {
     kCounters,     // uint32: layout/pools.h
     kXPool,        // bf16 [pools][pool_rows, hidden]: rows of x by slot
     kHPool,        // bf16 [pools][pool_rows, intermediate]: weighted activations
-    kOPool,        // bf16 [pools][pool_rows, hidden]: outputs of the down projection
+    kOPool,        // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
+    kDyPool,       // bf16 [pools][pool_rows, hidden]: rows of dy by slot
+    kDzPool,       // bf16 [pools][pool_rows, 2 * intermediate]: gradients of gate and up
+    kDtopkPool,    // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
+    kPartials,     // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their sums
     kWorkspaceParts
 };
 
@@ -100,10 +116,15 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     builder.add("push_list", s.max_tokens * s.num_ranks * 8);
     const bool pooled = s.intermediate > 0;
     const std::int64_t rows = pooled ? s.pools() * s.pool_rows : 0;
-    builder.add("counters", pooled ? num_counters(s.max_slots(), chunks) * 4 : 0);
+    builder.add("counters", pooled ? s.counters() * 4 : 0);
     builder.add("x_pool", rows * s.hidden * 2);
     builder.add("h_pool", rows * s.intermediate * 2);
     builder.add("o_pool", rows * s.hidden * 2);
+    const std::int64_t backward_rows = s.backward ? rows : 0;
+    builder.add("dy_pool", backward_rows * s.hidden * 2);
+    builder.add("dz_pool", backward_rows * s.intermediate * 4);
+    builder.add("dtopk_pool", backward_rows * (s.intermediate / 128) * 4);
+    builder.add("partials", s.backward && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
     return builder.finish();
 }
 

@@ -23,22 +23,40 @@ __device__ __forceinline__ void stage_block(const float* d, std::uint32_t buffer
     }
 }
 
+// The same of values that are bf16 already: `words` hold columns 8 i + 2 (lane % 4) and + 1, of row lane / 4 in the
+// even ones and of row + 8 in the odd ones.
+__device__ __forceinline__ void stage_words(const std::uint32_t* words, std::uint32_t buffer, int lane) {
+    const int row = lane % 16;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        const int chunk = (i + lane / 16) ^ (row % 8);
+        const std::uint32_t* w = words + 2 * i;
+        ptx::stmatrix_x4(buffer + row * 128 + chunk * 16, w[0], w[1], w[2], w[3]);
+    }
+}
+
+// By one warp, once its buffer is free again: what `stage` leaves there, as the map's box of 16 x 64 at (column, row).
+template <class Stage>
+__device__ __forceinline__ void store_block(const Stage& stage, const void* map, std::uint32_t buffer, int column,
+                                            int row, int lane) {
+    if (lane == 0) ptx::bulk_wait_read<0>();
+    __syncwarp();
+    stage();
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+        ptx::tma_store(map, buffer, column, row);
+        ptx::bulk_commit();
+    }
+}
+
 // One warp's 16 rows x 64 `Blocks` columns, by the map's boxes of 16 x 64 from (column, row) on.
 template <int Blocks>
 __device__ __forceinline__ void store_rows(const float* d, const void* map, std::uint32_t buffer, int column,
                                            int row, int lane) {
 #pragma unroll
-    for (int block = 0; block < Blocks; ++block) {
-        if (lane == 0) ptx::bulk_wait_read<0>();
-        __syncwarp();
-        stage_block(d + 32 * block, buffer, lane);
-        ptx::fence_proxy_async_shared();
-        __syncwarp();
-        if (lane == 0) {
-            ptx::tma_store(map, buffer, column + block * 64, row);
-            ptx::bulk_commit();
-        }
-    }
+    for (int block = 0; block < Blocks; ++block)
+        store_block([&] { stage_block(d + 32 * block, buffer, lane); }, map, buffer, column + block * 64, row, lane);
 }
 
 }  // namespace mega_moe::device

@@ -19,4 +19,12 @@ __device__ __forceinline__ void store(void* address, uint4 v) {
                  : "memory");
 }
 
+__device__ __forceinline__ void store(float* address, float a, float b) {
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void store(float* address, float a) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(address), "f"(a) : "memory");
+}
+
 }  // namespace mega_moe::device::ptx

@@ -51,6 +51,24 @@ __device__ __forceinline__ uint4 load_relaxed_gpu(const uint4* address) {
     return v;
 }
 
+__device__ __forceinline__ float load_relaxed_gpu(const float* address) {
+    float v;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ float2 load_relaxed_gpu(const float2* address) {
+    float2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ float load_relaxed_sys(const float* address) {
+    float v;
+    asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(v) : "l"(address));
+    return v;
+}
+
 __device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* address) {
     uint32_t v;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
@@ -89,6 +107,10 @@ __device__ __forceinline__ void add_release_gpu(uint64_t* address, uint64_t v) {
 
 __device__ __forceinline__ void add_release_gpu(uint32_t* address, uint32_t v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void add_relaxed_gpu(float* address, float a, float b) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b) : "memory");
 }
 
 // The rest return what was there.

@@ -11,18 +11,25 @@
 // are added. With one rank the first sum is the result.
 namespace mega_moe::device {
 
+// The expert of an own token's slot, or what stands for none.
+__device__ __forceinline__ std::int64_t expert_of_slot(const RouteParams& r, int token, int slot,
+                                                       std::uint64_t epoch) {
+    if (r.endpoint.num_ranks > 1)
+        return ptx::load_relaxed_sys(published_row(r, r.endpoint.rank, token, epoch) + slot);
+    return raw_id(r, std::int64_t{token} * r.top_k + slot);
+}
+__device__ __forceinline__ bool holds_expert(const RouteParams& r, int token, int slot, std::uint64_t epoch) {
+    const std::int64_t expert = expert_of_slot(r, token, slot, epoch);
+    return expert >= 0 && expert < r.num_experts;
+}
+
 // Ranks that hold an expert of an own token, as a mask.
 __device__ __forceinline__ std::uint32_t ranks_of_token(const RouteParams& r, int token,
                                                         std::uint64_t epoch) {
     const auto lane = static_cast<int>(ptx::lane_id());
     std::uint32_t mask = 0;
     if (lane < r.top_k) {
-        std::int64_t expert;
-        if (r.endpoint.num_ranks > 1) {
-            expert = ptx::load_relaxed_sys(published_row(r, r.endpoint.rank, token, epoch) + lane);
-        } else {
-            expert = raw_id(r, std::int64_t{token} * r.top_k + lane);
-        }
+        const std::int64_t expert = expert_of_slot(r, token, lane, epoch);
         if (expert >= 0 && expert < r.num_experts)
             mask = 1u << (static_cast<unsigned>(expert) / static_cast<unsigned>(r.num_local));
     }

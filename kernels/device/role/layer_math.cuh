@@ -20,20 +20,24 @@ __device__ __forceinline__ void release_stage(const LayerShared<C>& shared, int 
 // tile.
 struct Unpublished {
     std::uint32_t* counter = nullptr;
+    std::uint32_t* second = nullptr;  // of the same stores
 
     // By one warp. Written, not only read from the buffer: whoever sees the count reads the rows.
     __device__ __forceinline__ void publish(int lane) {
-        if (counter != nullptr && lane == 0) {
+        if (pending() && lane == 0) {
             ptx::bulk_wait<0>();
-            ptx::add_release_gpu(counter, 1);
+            if (counter != nullptr) ptx::add_release_gpu(counter, 1);
+            if (second != nullptr) ptx::add_release_gpu(second, 1);
         }
         counter = nullptr;
+        second = nullptr;
     }
     // Before a wait that may depend on it, if only by way of other CTAs.
     __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity, int lane) {
-        if (counter != nullptr && !ptx::mbarrier_test(barrier, parity)) publish(lane);
+        if (pending() && !ptx::mbarrier_test(barrier, parity)) publish(lane);
         ptx::mbarrier_wait(barrier, parity);
     }
+    __device__ __forceinline__ bool pending() const { return counter != nullptr || second != nullptr; }
 };
 
 // By then a tile's stores are written, and to publish them is no wait.

@@ -17,6 +17,7 @@ struct RouteShape {
     bool quantise;           // x is staged as e4m3
     bool home;               // with home slots
     bool canaries;           // with untouched bytes between parts
+    bool backward;           // with what the backward needs besides
 };
 
 struct NamedPart {
@@ -25,7 +26,7 @@ struct NamedPart {
     std::int64_t bytes;
 };
 
-inline constexpr int kMaxLayoutParts = 20;
+inline constexpr int kMaxLayoutParts = 24;
 
 // Parts of a buffer in order; the rest of the array is unused.
 struct LayoutTable {

@@ -18,11 +18,11 @@ constexpr std::int64_t kExperts = 128;
 constexpr std::int64_t kHidden = 2048;
 
 constexpr layout::SymmetricShape symmetric(std::int64_t ranks) {
-    return {kTokens, kTopK, kHidden, ranks, false, true, false};
+    return {kTokens, kTopK, kHidden, ranks, false, true, false, false};
 }
 
 constexpr layout::WorkspaceShape workspace(std::int64_t ranks, std::int64_t pool_rows) {
-    return {kTokens, kTopK, kExperts / ranks, ranks, pool_rows, kHidden, 0, false};
+    return {kTokens, kTopK, kExperts / ranks, ranks, pool_rows, kHidden, 0, false, false};
 }
 
 constexpr std::int64_t whole_pool(std::int64_t ranks) {

@@ -1,0 +1,73 @@
+#pragma once
+#include <cstdint>
+
+#include "device/epilogue/swiglu.cuh"
+
+namespace mega_moe::device {
+
+// A thread's part of a tile of 64 rows x 128 features: pairs of neighbouring columns as bf16, in wgmma's order, so
+// that even words are of row lane / 4 and odd ones of row + 8.
+struct SwigluPairs {
+    std::uint32_t gate[32];  // first gate, then its gradient
+    std::uint32_t up[32];    // first up, then its gradient
+    std::uint32_t h[32];     // the weighted activation
+};
+
+// The backward of h = round(silu(g) * u * w): gradients of g and u, h anew, and what the row adds to the gradient of
+// its routing weight w. `dh` is the gradient of h; `mask` is all ones for a row that counts, else 0, and what lies
+// beyond the last row becomes zero, since sums over rows read it.
+template <bool Clamped>
+__device__ __forceinline__ void swiglu_backward_tile(SwigluPairs& t, const float (&dh)[64], const float (&w)[2],
+                                                     const std::uint32_t (&mask)[2], float clamp,
+                                                     float (&dw)[2]) {
+    constexpr int kAtOnce = 4;
+#pragma unroll
+    for (int first = 0; first < 64; first += kAtOnce) {
+        float g[kAtOnce], u[kAtOnce], share[kAtOnce], dg[kAtOnce], du[kAtOnce], h[kAtOnce];
+        bool gate_inside[kAtOnce], up_inside[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i += 2) {
+            g[i] = ptx::low_bf16(t.gate[(first + i) / 2]);
+            g[i + 1] = ptx::high_bf16(t.gate[(first + i) / 2]);
+            u[i] = ptx::low_bf16(t.up[(first + i) / 2]);
+            u[i + 1] = ptx::high_bf16(t.up[(first + i) / 2]);
+        }
+        // Comparisons, so that a NaN stays one.
+#pragma unroll
+        for (int i = 0; Clamped && i < kAtOnce; ++i) {
+            gate_inside[i] = !(g[i] > clamp);
+            up_inside[i] = !(u[i] > clamp) && !(u[i] < -clamp);
+            g[i] = gate_inside[i] ? g[i] : clamp;
+            u[i] = up_inside[i] ? u[i] : u[i] > clamp ? clamp : -clamp;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            share[i] = ptx::exp2_approximate(g[i] * -kLog2E);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            share[i] = ptx::reciprocal_approximate(1.0f + share[i]);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int row = i / 2 % 2;
+            const float d = dh[first + i];
+            const float silu = g[i] * share[i];
+            const float a = silu * u[i];
+            dw[row] += d * a;
+            h[i] = a * w[row];
+            const float da = d * w[row];
+            dg[i] = da * u[i] * (share[i] * (1.0f + g[i] * (1.0f - share[i])));
+            du[i] = da * silu;
+            if (Clamped && !gate_inside[i]) dg[i] = 0.0f;
+            if (Clamped && !up_inside[i]) du[i] = 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i += 2) {
+            const int word = (first + i) / 2;
+            t.gate[word] = ptx::convert_bf16x2(dg[i], dg[i + 1]) & mask[word % 2];
+            t.up[word] = ptx::convert_bf16x2(du[i], du[i + 1]) & mask[word % 2];
+            t.h[word] = ptx::convert_bf16x2(h[i], h[i + 1]) & mask[word % 2];
+        }
+    }
+}
+
+}  // namespace mega_moe::device

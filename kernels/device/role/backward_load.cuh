@@ -1,0 +1,143 @@
+#pragma once
+#include <cstdint>
+
+#include "device/ptx/fence.cuh"
+#include "device/ptx/tma.cuh"
+#include "device/role/backward_schedule.cuh"
+
+namespace mega_moe::device {
+
+// One thread: fills the stages with the operands of this CTA's tiles. Each of a cluster's CTAs loads half of what
+// both read: of the weights, or of a tail's rows, or of the columns of a gradient.
+template <class C>
+class BackwardLoader {
+  public:
+    __device__ __forceinline__ BackwardLoader(const BackwardParams& params, const LayerShared<C>& map, int cta)
+        : p(params), shared(map), cta_(cta) {}
+
+    __device__ __forceinline__ void run(Tracer<C::kTrace>& tracer) {
+        RingCursor<C::kRing> ring;
+        tracer.start();
+        for (;; ring.next()) {
+            const BackwardTile t = await_record<BackwardTile>(shared, ring);
+            ptx::mbarrier_arrive(shared.ring_empty(ring.at));
+            if (t.kind == kEnd) return;
+            // What the scheduler has seen of the inputs is read by copies.
+            ptx::fence_proxy_async_global();
+            tracer.end(wait_kind(t.kind), t.chunk, t.expert, t.column);
+            if (t.kind == kDzTile) {
+                load_gate_up(t);
+                load_da(t);
+            } else if (t.kind == kDxTile) {
+                load_dx(t);
+            } else if (t.kind == kGateUpGradient) {
+                load_gradient(t, &p.dz_blocks, &p.x_blocks);
+            } else {
+                load_gradient(t, &p.dy_blocks, &p.h_blocks);
+            }
+            tracer.end(load_kind(t.kind), t.chunk, t.expert, t.column);
+        }
+    }
+
+  private:
+    static constexpr std::uint16_t kBoth = 3;
+    static constexpr int kBlockBytes = 64 * kOperandRowBytes;  // 64 rows of 64 columns
+
+    static __device__ __forceinline__ TraceKind wait_kind(int kind) {
+        return kind == kDzTile ? TraceKind::kWaitDz : kind == kDxTile ? TraceKind::kWaitDx : TraceKind::kWaitGradient;
+    }
+    static __device__ __forceinline__ TraceKind load_kind(int kind) {
+        return kind == kDzTile ? TraceKind::kLoadDz : kind == kDxTile ? TraceKind::kLoadDx : TraceKind::kLoadGradient;
+    }
+
+    // The next stage, once both CTAs have released it.
+    __device__ __forceinline__ std::uint32_t open_stage(int bytes) {
+        const std::uint32_t full = shared.full(stage_.at);
+        ptx::mbarrier_wait(shared.empty(stage_.at), stage_.parity ^ 1);
+        ptx::mbarrier_arrive_expect(full, static_cast<std::uint32_t>(bytes));
+        return full;
+    }
+    // 128 rows of one of the pools x 64 columns from k on. In a tail both CTAs load half, whether or not they have a
+    // block of columns.
+    __device__ __forceinline__ void load_rows(const BackwardTile& t, const TensorMap* rows, const TensorMap* half,
+                                              std::uint32_t full, int k) {
+        if (t.tail == 0)
+            ptx::tma_load(shared.a(stage_.at), rows, full, k, t.pool_row);
+        else
+            ptx::tma_multicast(shared.a(stage_.at) + cta_ * (C::kBytesA / 2), half, full, kBoth, k,
+                               t.pool_row + cta_ * (layout::kTileRows / 2));
+    }
+    static __device__ __forceinline__ bool has_columns(const BackwardTile& t) {
+        return t.tail == 0 || t.rows > 0;
+    }
+
+    // x [128, 64] and [128 gate | 128 up] of w_gate_up, K-major both.
+    __device__ __forceinline__ void load_gate_up(const BackwardTile& t) {
+        const std::uint32_t columns = C::kBytesB / 2;
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            const std::uint32_t full = open_stage(has_columns(t) ? C::kStageBytes : C::kBytesA);
+            const std::uint32_t b = shared.b(stage_.at);
+            const int k = k_block * C::kBlockK;
+            load_rows(t, &p.x_load, &p.x_half_load, full, k);
+            if (t.tail == 0) {
+                ptx::tma_multicast(b + cta_ * columns, &p.gate_up_load, full, kBoth, k,
+                                   cta_ == 0 ? t.weight_row : t.weight_row_2);
+            } else if (has_columns(t)) {
+                ptx::tma_load(b, &p.gate_up_load, full, k, t.weight_row);
+                ptx::tma_load(b + columns, &p.gate_up_load, full, k, t.weight_row_2);
+            }
+        }
+    }
+    // dy [128, 64], K-major, and 128 columns of w_down, MN-major: two blocks.
+    __device__ __forceinline__ void load_da(const BackwardTile& t) {
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            const std::uint32_t full = open_stage(C::kBytesA + (has_columns(t) ? 2 * kBlockBytes : 0));
+            const std::uint32_t b = shared.b(stage_.at);
+            const int k = k_block * C::kBlockK;
+            load_rows(t, &p.dy_load, &p.dy_half_load, full, k);
+            if (t.tail == 0) {
+                ptx::tma_multicast(b + cta_ * kBlockBytes, &p.down_load, full, kBoth, t.column + cta_ * 64,
+                                   t.down_row + k);
+            } else if (has_columns(t)) {
+                ptx::tma_load(b, &p.down_load, full, t.column, t.down_row + k);
+                ptx::tma_load(b + kBlockBytes, &p.down_load, full, t.column + 64, t.down_row + k);
+            }
+        }
+    }
+    // dz [128, 64], K-major, and 256 columns of w_gate_up, MN-major: four blocks.
+    __device__ __forceinline__ void load_dx(const BackwardTile& t) {
+        const std::uint32_t columns = C::kBytesB / 2;
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            const std::uint32_t full = open_stage(has_columns(t) ? C::kStageBytes : C::kBytesA);
+            const std::uint32_t b = shared.b(stage_.at);
+            const int k = k_block * C::kBlockK;
+            load_rows(t, &p.dz_load, &p.dz_half_load, full, k);
+            const int block = t.column / 64;
+            if (t.tail == 0) {
+                ptx::tma_multicast(b + cta_ * columns, &p.gate_up_blocks, full, kBoth, 0, t.weight_row + k,
+                                   block + 2 * cta_);
+            } else if (has_columns(t)) {
+                ptx::tma_load(b, &p.gate_up_blocks, full, 0, t.weight_row + k, block);
+                ptx::tma_load(b + columns, &p.gate_up_blocks, full, 0, t.weight_row + k, block + 2);
+            }
+        }
+    }
+    // 64 rows of the pools: 128 columns that become rows of the gradient, and 256 that become its columns.
+    __device__ __forceinline__ void load_gradient(const BackwardTile& t, const TensorMap* rows,
+                                                  const TensorMap* columns) {
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            const std::uint32_t full = open_stage(C::kStageBytes);
+            const int pool_row = t.pool_row + k_block * C::kBlockK;
+            ptx::tma_load(shared.a(stage_.at), rows, full, 0, pool_row, t.row / 64);
+            ptx::tma_multicast(shared.b(stage_.at) + cta_ * (C::kBytesB / 2), columns, full, kBoth, 0, pool_row,
+                               t.column / 64 + 2 * cta_);
+        }
+    }
+
+    const BackwardParams& p;
+    const LayerShared<C>& shared;
+    int cta_;
+    RingCursor<C::kStages> stage_;
+};
+
+}  // namespace mega_moe::device

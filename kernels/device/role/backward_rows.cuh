@@ -1,0 +1,115 @@
+#pragma once
+#include <cstdint>
+
+#include "device/comm/wait.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/global_memory.cuh"
+#include "device/role/backward_params.h"
+#include "device/role/layer_combine.cuh"
+#include "device/role/layer_rows.cuh"
+
+// What the communication warps of the backward do beside moving rows.
+namespace mega_moe::device {
+
+// One of `num_warps` warps: zeros in the rows of x and dy between an expert's last and the end of its row block, which
+// sums over rows read: a NaN there would outlive the zeros of dz.
+__device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk, int warp, int num_warps) {
+    const RouteParams& r = p.route;
+    const int row_of_slot = view_chunk(p, chunk).row_of_slot;
+    const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
+    for (int i = warp; i < r.num_local * layout::kRowBlock; i += num_warps) {
+        const std::int64_t unit = std::int64_t{chunk} * r.num_local + i / layout::kRowBlock;
+        const int rows = table_word(r.expert_rows, unit);
+        const int row = rows + i % layout::kRowBlock;
+        if (row >= layout::ceil_div(rows, layout::kRowBlock) * layout::kRowBlock) continue;
+        const int slot = table_word(r.expert_slots, unit) + row;
+        const std::int64_t at = (std::int64_t{slot} + row_of_slot) * row_bytes;
+        for (std::int64_t byte = std::int64_t{ptx::lane_id()} * 16; byte < row_bytes; byte += 512) {
+            ptx::store(p.moved[0].pool + at + byte, {0, 0, 0, 0});
+            ptx::store(p.moved[1].pool + at + byte, {0, 0, 0, 0});
+        }
+        ptx::fence_proxy_async_global();
+        __syncwarp();
+        if (ptx::lane_id() == 0)
+            ptx::add_release_gpu(p.counters + p.arrived + slot / layout::kRowBlock, 1);
+    }
+}
+
+// One warp of each CTA, before it pulls the rows of a chunk: until the gradients have read what lies where they go.
+struct ChunkPreparation {
+    const BackwardParams& p;
+    std::uint64_t epoch;
+
+    __device__ __forceinline__ void operator()(int chunk, bool& lost) const {
+        // All warps have done it for the first.
+        if (chunk == 0) return;
+        if (chunk >= 2) await_gradients(chunk - 2, lost);
+        zero_padding(p, chunk, static_cast<int>(ptx::cta_id()), static_cast<int>(ptx::num_ctas()));
+    }
+
+  private:
+    __device__ __forceinline__ void await_gradients(int chunk, bool& lost) const {
+        const RouteParams& r = p.route;
+        const Endpoint& e = r.endpoint;
+        std::uint32_t parts = 0;
+        for (int expert = static_cast<int>(ptx::lane_id()); expert < r.num_local; expert += 32)
+            parts += static_cast<std::uint32_t>(
+                layout::num_parts(table_word(r.expert_rows, std::int64_t{chunk} * r.num_local + expert)));
+        const std::uint64_t wanted =
+            std::uint64_t{ptx::sum(parts)} *
+            static_cast<std::uint64_t>(p.gradients.tiles() * layout::kGradientWarps);
+        if (ptx::lane_id() == 0 && !lost) {
+            const std::uint32_t* done = p.counters + p.gradients_done + chunk;
+            std::uint64_t seen;
+            const auto load = [&] { return static_cast<std::uint64_t>(ptx::load_acquire_gpu(done)); };
+            if (!wait_for(e, load, wanted, e.progress_ns, seen)) {
+                give_up(e, epoch,
+                        {Role::kChunkFree, Kind::kProgress, static_cast<std::uint64_t>(chunk + 2), seen, wanted});
+                lost = true;
+            }
+        }
+        lost = ptx::any(lost);
+    }
+};
+
+// The gradients of routing weights, which travel beside dx: each is summed here, in the order of the blocks of
+// columns, and has one place at home.
+struct DtopkBeside {
+    const BackwardParams& p;
+
+    __device__ __forceinline__ void push(const TokenRows& t, const ChunkView& view, bool bad) const {
+        if (!p.needs_dtopk || static_cast<int>(ptx::lane_id()) >= t.rows) return;
+        const Endpoint& e = p.route.endpoint;
+        const int parts = p.intermediate / 128;
+        const float* part = p.dtopk_parts + (std::int64_t{t.slot} + view.row_of_slot) * parts;
+        const auto source = static_cast<std::uint32_t>(ptx::load_relaxed_gpu(p.route.slots + t.slot));
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int i = 0; i < parts; ++i)
+            sum += ptx::load_relaxed_gpu(part + i);
+        const std::int64_t at = std::int64_t{t.token} * p.route.top_k + (source >> 25 & 15);
+        if (e.num_ranks == 1)
+            ptx::store(p.dtopk + at, bad ? kNan : sum);
+        else
+            ptx::store(e.at<float>(t.rank, p.home_dtopk) + at, sum);
+    }
+    // Zero for slots without an expert.
+    __device__ __forceinline__ void home(int token, std::uint64_t epoch, bool bad) const {
+        const RouteParams& r = p.route;
+        const auto lane = static_cast<int>(ptx::lane_id());
+        if (!p.needs_dtopk || lane >= r.top_k) return;
+        const std::int64_t at = std::int64_t{token} * r.top_k + lane;
+        const bool held = holds_expert(r, token, lane, epoch);
+        float value = 0.0f;
+        if (held) {
+            if (r.endpoint.num_ranks == 1) return;
+            value = ptx::load_relaxed_sys(r.endpoint.at<const float>(r.endpoint.rank, p.home_dtopk) + at);
+        }
+        ptx::store(p.dtopk + at, bad ? kNan : value);
+    }
+
+  private:
+    static constexpr float kNan = __builtin_nanf("");
+};
+
+}  // namespace mega_moe::device

@@ -1,0 +1,361 @@
+#pragma once
+#include <cstdint>
+
+#include "device/comm/wait.cuh"
+#include "device/pipe/trace.cuh"
+#include "device/role/backward_params.h"
+#include "device/role/cluster_mail.cuh"
+#include "device/role/layer_shared.cuh"
+#include "device/role/unit_rows.cuh"
+#include "layout/tiles.h"
+#include "layout/workspace.h"
+
+// Which tile a cluster takes next. Tiles of dz and dx come in the forward's lagged order and go first, since other
+// ranks wait for them; tiles of the weights' gradients fill whatever time is left. A cluster holds the next ticket of
+// either kind and takes the first of them whose inputs are there, so that no tile waits once it is taken. A held
+// ticket waits for communication, lower tickets of its own kind and, if it is a gradient's, for tiles of the first
+// kind: the lowest that is not done can always go on.
+namespace mega_moe::device {
+
+// The scheduler decides as late as it can, since a gradient's tile takes long: it is one tile ahead.
+template <int Stages, bool Trace>
+using BackwardConfig = LayerConfig<Stages, Trace, 1, 2, 88, 208>;
+
+enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient };
+
+enum GradientFlag {
+    kToPartials = 1,    // the sum goes on in a later part
+    kFromPartials = 2,  // an earlier part has begun it
+    kAllNan = 4,        // the call had a bad id
+    kCountChunk = 8,
+    kCountTurn = 16,
+};
+
+// What the scheduler tells the other warps of its CTA of a tile.
+struct BackwardTile {
+    std::int32_t kind;
+    std::int32_t k_blocks;      // dz: of each of its two products
+    std::int32_t pool_row;      // first row in the pools
+    std::int32_t slot;          // the same as a slot
+    std::int32_t rows;          // valid rows; 0: nothing is stored
+    std::int32_t weight_row;    // dz: of the gate columns, in w_gate_up; dx: of the contraction
+    std::int32_t weight_row_2;  // dz: of the up columns; dx: nothing
+    std::int32_t down_row;      // dz: of the contraction, in w_down
+    std::int32_t column;        // first column of what is stored
+    std::int32_t tail;          // the cluster shares the rows, not the weights
+    std::int32_t chunk;
+    std::int32_t expert;
+    std::int32_t row;      // gradients: of the expert's dW
+    std::int32_t partial;  // gradients: which of the sums between parts
+    std::int32_t turn;     // gradients: word among the turns
+    std::int32_t flags;    // gradients: GradientFlag
+};
+
+// Where the units of the tiles lie.
+struct UnitPlace {
+    int unit = -1;
+    int chunk;
+    int expert;
+    int first_slot;
+    int row_of_slot;  // row in the pools minus slot
+
+    __device__ __forceinline__ void move(const LayerParams& p, int to) {
+        if (to == unit) return;
+        const RouteParams& r = p.route;
+        unit = to;
+        chunk = to / r.num_local;
+        expert = to - chunk * r.num_local;
+        first_slot = table_word(r.expert_slots, to);
+        const std::int32_t* row = r.chunk_table + std::int64_t{chunk} * layout::kChunkWords;
+        row_of_slot = static_cast<int>(layout::chunk_first_row(chunk, p.pool_rows)) -
+                      table_word(row, layout::kChunkFirstSlot);
+    }
+};
+
+// Tiles of dz and dx: a ticket's record, and whether the rows that the cluster's tile reads are there.
+class RowTiles {
+  public:
+    __device__ __forceinline__ RowTiles(const BackwardParams& params, int num_chunks, int clusters)
+        : p(params),
+          rows_(params.route.expert_rows, num_chunks * params.route.num_local),
+          walk_(num_chunks * params.route.num_local, params.route.num_local, layout::kTileRows,
+                params.intermediate / 128, params.needs_dx ? params.hidden / layout::kTileColumns : 0,
+                kLagPerCluster * clusters) {
+        advance();
+    }
+
+    // Tickets in ascending order. False: there are no more.
+    __device__ __forceinline__ bool find(int ticket) {
+        ticket_ = ticket;
+        while (run_.tiles > 0 && ticket >= run_.first_ticket + run_.tiles)
+            advance();
+        if (run_.tiles == 0) return false;
+        place_.move(p, run_.unit);
+        return true;
+    }
+    __device__ __forceinline__ BackwardTile record(int cta) const {
+        const layout::CtaTile tile = cta_tile(cta);
+        // A CTA without a tile helps to load the other's rows, and any column does for it.
+        const int column = tile.live ? tile.column : 0;
+        BackwardTile t{};
+        t.kind = run_.down ? kDxTile : kDzTile;
+        t.k_blocks = (run_.down ? 2 * p.intermediate : p.hidden) / kBlockK;
+        t.slot = place_.first_slot + tile.first_row;
+        t.pool_row = t.slot + place_.row_of_slot;
+        t.rows = tile.live ? min(run_.rows - tile.first_row, layout::kTileRows) : 0;
+        t.weight_row = place_.expert * 2 * p.intermediate + (run_.down ? 0 : column * 128);
+        t.weight_row_2 = t.weight_row + p.intermediate;
+        t.down_row = place_.expert * p.hidden;
+        t.column = column * (run_.down ? layout::kTileColumns : 128);
+        t.tail = tile.tail;
+        t.chunk = place_.chunk;
+        t.expert = place_.expert;
+        return t;
+    }
+    // One warp. Both CTAs' rows, since each waits for the other's loads.
+    __device__ __forceinline__ bool ready(std::uint64_t& index, std::uint64_t& seen, std::uint64_t& wanted) const {
+        const int first_row = cta_tile(0).first_row;
+        const int row = first_row + static_cast<int>(ptx::lane_id()) * layout::kRowBlock;
+        const int end = min(run_.rows, cta_tile(1).first_row + layout::kTileRows);
+        index = static_cast<std::uint64_t>((place_.first_slot + row) / layout::kRowBlock);
+        wanted = run_.down ? static_cast<std::uint64_t>(p.intermediate / 128 * 4)
+                           : static_cast<std::uint64_t>(layout::kRowBlock);
+        seen = wanted;
+        if (row < end)
+            seen = ptx::load_acquire_gpu(p.counters + (run_.down ? p.zd_done : p.arrived) + index);
+        return !ptx::any(seen < wanted);
+    }
+
+  private:
+    // Tiles that dz lies ahead of dx, in tiles of every cluster.
+    static constexpr int kLagPerCluster = 3;
+    static constexpr int kBlockK = 64;
+
+    __device__ __forceinline__ void advance() {
+        // Without dx its runs are empty.
+        do {
+            run_ = walk_.next(rows_);
+        } while (run_.tiles == 0 && run_.rows > 0);
+    }
+    __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
+        const int columns = run_.down ? p.hidden / layout::kTileColumns : p.intermediate / 128;
+        return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, columns, layout::kTileRows);
+    }
+
+    const BackwardParams& p;
+    UnitRows rows_;
+    layout::TileWalk walk_;
+    layout::TileRun run_{};
+    UnitPlace place_{};
+    int ticket_ = 0;
+};
+
+// Tiles of the weights' gradients, likewise.
+class GradientTilesOfRank {
+  public:
+    __device__ __forceinline__ GradientTilesOfRank(const BackwardParams& params, int num_chunks, bool bad)
+        : p(params),
+          rows_(params.route.expert_rows, num_chunks * params.route.num_local),
+          walk_(num_chunks, params.route.num_local, params.gradients.tiles(), !params.accumulate),
+          counts_chunks_(num_chunks > 2),
+          bad_(bad) {
+        run_ = walk_.next(rows_);
+    }
+
+    __device__ __forceinline__ bool find(int ticket) {
+        ticket_ = ticket;
+        while (run_.tiles > 0 && ticket >= run_.first_ticket + run_.tiles) {
+            run_ = walk_.next(rows_);
+            seen_blocks_ = 0;
+        }
+        if (run_.tiles == 0) return false;
+        place_.move(p, run_.unit);
+        return true;
+    }
+    __device__ __forceinline__ BackwardTile record(int cta) const {
+        const layout::GradientTile tile = layout::gradient_tile(p.gradients, index(), cta);
+        BackwardTile t{};
+        t.kind = tile.down ? kDownGradient : kGateUpGradient;
+        t.k_blocks = layout::ceil_div(run_.rows, layout::kRowBlock);
+        t.slot = place_.first_slot + run_.first_row;
+        t.pool_row = t.slot + place_.row_of_slot;
+        t.rows = run_.rows;
+        t.column = tile.column;
+        t.chunk = place_.chunk;
+        t.expert = place_.expert;
+        t.row = tile.row;
+        t.partial = run_.partial;
+        t.turn = turn();
+        t.flags = (run_.last ? 0 : kToPartials | kCountTurn) | (run_.ordinal > 0 ? kFromPartials : 0) |
+                  (bad_ ? kAllNan : 0) | (counts_chunks_ && run_.rows > 0 ? kCountChunk : 0);
+        return t;
+    }
+    // One warp: all of the part's rows, and the part before. What was seen of the rows holds for later tickets.
+    __device__ __forceinline__ bool ready(std::uint64_t& index_of, std::uint64_t& seen, std::uint64_t& wanted) {
+        const int blocks = layout::ceil_div(run_.rows, layout::kRowBlock);
+        const int first = (place_.first_slot + run_.first_row) / layout::kRowBlock;
+        wanted = static_cast<std::uint64_t>(p.intermediate / 128 * 4);
+        while (seen_blocks_ < blocks) {
+            const int block = seen_blocks_ + static_cast<int>(ptx::lane_id());
+            index_of = static_cast<std::uint64_t>(first + block);
+            seen = block < blocks ? ptx::load_acquire_gpu(p.counters + p.zd_done + index_of) : wanted;
+            if (ptx::any(seen < wanted)) return false;
+            seen_blocks_ += 32;
+        }
+        if (run_.ordinal == 0) return true;
+        index_of = static_cast<std::uint64_t>(turn());
+        wanted = static_cast<std::uint64_t>(run_.ordinal * layout::kGradientWarps);
+        seen = ptx::load_acquire_gpu(p.counters + p.turns + index_of);
+        return !ptx::any(seen < wanted);
+    }
+
+  private:
+    __device__ __forceinline__ int index() const { return ticket_ - run_.first_ticket; }
+    __device__ __forceinline__ int turn() const { return place_.expert * p.gradients.tiles() + index(); }
+
+    const BackwardParams& p;
+    UnitRows rows_;
+    layout::GradientWalk walk_;
+    layout::GradientRun run_{};
+    UnitPlace place_{};
+    int ticket_ = 0;
+    int seen_blocks_ = 0;
+    bool counts_chunks_;  // a third chunk waits for the first
+    bool bad_;
+};
+
+// One warp of each CTA: the tiles of the cluster, one after another, each once its inputs are there. The first CTA
+// chooses and tells the second, as a ticket whose highest bit says which kind it is of.
+template <class C>
+class BackwardScheduler {
+  public:
+    __device__ __forceinline__ BackwardScheduler(const BackwardParams& params, const LayerShared<C>& map,
+                                                 std::uint64_t launch, int cta)
+        : p(params),
+          e(params.route.endpoint),
+          shared(map),
+          epoch_(launch),
+          cta_(cta),
+          clusters_(static_cast<int>(ptx::num_ctas()) / C::kClusterSize),
+          mail_(map),
+          rows_(params, table_word(params.route.summary, layout::kSummaryChunks), clusters_),
+          gradients_(params, table_word(params.route.summary, layout::kSummaryChunks),
+                     ptx::load_relaxed_sys(params.route.endpoint.sync + layout::kBadIdEpochWord) == launch) {}
+
+    __device__ __forceinline__ void run() {
+        RingCursor<C::kRing> ring;
+        for (;; ring.next()) {
+            ptx::mbarrier_wait(shared.ring_empty(ring.at), ring.parity ^ 1);
+            const std::uint32_t ticket = cta_ == 0 ? choose() : follow();
+            BackwardTile t{};
+            if (ticket != kNoTicket)
+                t = (ticket & kGradientBit) != 0 ? gradients_.record(cta_) : rows_.record(cta_);
+            // What any lane has seen of the inputs holds for the CTA.
+            __syncwarp();
+            if (ptx::lane_id() == 0) {
+                *reinterpret_cast<BackwardTile*>(shared.record(ring.at)) = t;
+                ptx::mbarrier_arrive(shared.ring_full(ring.at));
+            }
+            __syncwarp();
+            if (ticket == kNoTicket) return;
+        }
+    }
+
+  private:
+    static constexpr std::uint32_t kGradientBit = 0x80000000u;
+    static constexpr std::uint32_t kNoTicket = 0xFFFFFFFFu;
+
+    __device__ __forceinline__ int draw(layout::CounterTicket which) {
+        std::uint32_t ticket = 0;
+        if (ptx::lane_id() == 0)
+            ticket = ptx::fetch_add_relaxed_gpu(p.counters + which * layout::kCounterLine, 1);
+        return static_cast<int>(ptx::from_lane(ticket, 0));
+    }
+
+    __device__ __forceinline__ std::uint32_t choose() {
+        const std::uint32_t ticket = choose_ticket();
+        mail_.send(ticket);
+        return ticket;
+    }
+    __device__ __forceinline__ std::uint32_t choose_ticket() {
+        std::int64_t idle_since = 0;
+        for (int polls = 0;; ++polls) {
+            std::uint64_t index, seen, wanted;
+            if (row_ticket_ == kDraw) {
+                // A cluster's first tile needs no draw, which would take a microsecond.
+                row_ticket_ = first_ ? static_cast<int>(ptx::cta_id()) / C::kClusterSize
+                                     : draw(layout::kTileTicket) + clusters_;
+                first_ = false;
+                if (!rows_.find(row_ticket_)) row_ticket_ = kNone;
+            }
+            if (row_ticket_ >= 0 && (rows_.ready(index, seen, wanted) || lost_)) {
+                const auto ticket = static_cast<std::uint32_t>(row_ticket_);
+                row_ticket_ = kDraw;
+                return ticket;
+            }
+            if (gradient_ticket_ == kDraw) {
+                gradient_ticket_ = draw(layout::kGradientTicket);
+                if (!gradients_.find(gradient_ticket_)) gradient_ticket_ = kNone;
+            }
+            if (gradient_ticket_ >= 0 && (gradients_.ready(index, seen, wanted) || lost_)) {
+                const auto ticket = static_cast<std::uint32_t>(gradient_ticket_) | kGradientBit;
+                gradient_ticket_ = kDraw;
+                return ticket;
+            }
+            if (row_ticket_ == kNone && gradient_ticket_ == kNone) return kNoTicket;
+            if (polls % kPollsPerCheck == 0) check_time(idle_since, index, seen, wanted);
+        }
+    }
+    __device__ __forceinline__ std::uint32_t follow() {
+        const std::uint32_t ticket = mail_.receive();
+        if (ticket == kNoTicket) return ticket;
+        const bool gradient = (ticket & kGradientBit) != 0;
+        if (gradient)
+            gradients_.find(static_cast<int>(ticket & ~kGradientBit));
+        else
+            rows_.find(static_cast<int>(ticket));
+        // The first CTA has seen the inputs; now this one sees them too.
+        std::int64_t idle_since = 0;
+        for (int polls = 0;; ++polls) {
+            std::uint64_t index, seen, wanted;
+            const bool ready =
+                gradient ? gradients_.ready(index, seen, wanted) : rows_.ready(index, seen, wanted);
+            if (ready || lost_) return ticket;
+            if (polls % kPollsPerCheck == 0) check_time(idle_since, index, seen, wanted);
+        }
+    }
+
+    // Nothing was ready: has this gone on for too long, or has a rank given up? After a fault everything counts as
+    // ready, and the launch runs to its end without waiting.
+    __device__ __forceinline__ void check_time(std::int64_t& idle_since, std::uint64_t index, std::uint64_t seen,
+                                               std::uint64_t wanted) {
+        const std::int64_t now = ptx::global_timer();
+        if (idle_since == 0) idle_since = now;
+        lost_ = ptx::any(now - idle_since > e.progress_ns || abort_word(e) != 0);
+        if (!lost_) return;
+        const std::uint32_t missing = ptx::ballot(seen < wanted);
+        const int witness = missing == 0 ? 0 : __ffs(static_cast<int>(missing)) - 1;
+        if (static_cast<int>(ptx::lane_id()) == witness)
+            give_up(e, epoch_, {Role::kTileInput, Kind::kProgress, index, seen, wanted});
+        __syncwarp();
+    }
+
+    static constexpr int kDraw = -1;  // no ticket is held
+    static constexpr int kNone = -2;  // there are no more
+
+    const BackwardParams& p;
+    const Endpoint& e;
+    const LayerShared<C>& shared;
+    std::uint64_t epoch_;
+    int cta_;
+    int clusters_;
+    ClusterMail<C> mail_;
+    RowTiles rows_;
+    GradientTilesOfRank gradients_;
+    int row_ticket_ = kDraw;
+    int gradient_ticket_ = kDraw;
+    bool first_ = true;
+    bool lost_ = false;
+};
+
+}  // namespace mega_moe::device
