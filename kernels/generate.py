@@ -27,6 +27,8 @@ OP_KEYS = {
     "route": {"threads": int},
     "forward": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
     "forward_trace": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
+    "backward": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
+    "backward_trace": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
     "clock_probe": {"threads": int},
 }
 PRECISIONS = {"bf16": "kBf16", "fp8": "kFp8", "none": "kNone"}
@@ -35,6 +37,8 @@ OPS = {
     "route": "kRoute",
     "forward": "kForward",
     "forward_trace": "kForwardTrace",
+    "backward": "kBackward",
+    "backward_trace": "kBackwardTrace",
     "clock_probe": "kClockProbe",
 }
 
@@ -62,13 +66,13 @@ def route_instance(variant: Variant) -> str:
     )
 
 
-def forward_instance(variant: Variant) -> str:
-    trace = "true" if variant["op"] == "forward_trace" else "false"
-    config = f"{variant['stages']}, {trace}"
+def layer_instance(variant: Variant) -> str:
+    direction, _, trace = variant["op"].partition("_")
+    config = f"{direction.capitalize()}Config<{variant['stages']}, {'true' if trace else 'false'}>"
     return INSTANCE.format(
-        header="sm90_bf16_moe_forward.cuh",
+        header=f"sm90_bf16_moe_{direction}.cuh",
         name=variant["name"],
-        kernel=f"sm90_bf16_moe_forward<device::ForwardConfig<{config}>>",
+        kernel=f"sm90_bf16_moe_{direction}<device::{config}>",
     )
 
 
@@ -79,8 +83,10 @@ def clock_probe_instance(variant: Variant) -> str:
 INSTANCES: dict[str, Callable[[Variant], str]] = {
     "stage": stage_instance,
     "route": route_instance,
-    "forward": forward_instance,
-    "forward_trace": forward_instance,
+    "forward": layer_instance,
+    "forward_trace": layer_instance,
+    "backward": layer_instance,
+    "backward_trace": layer_instance,
     "clock_probe": clock_probe_instance,
 }
 

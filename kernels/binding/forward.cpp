@@ -3,31 +3,19 @@
 #include <cmath>
 
 #include "binding/check.h"
+#include "binding/operand.h"
 #include "binding/ops.h"
 #include "binding/route_arguments.h"
 #include "binding/stream.h"
 
 namespace mega_moe::binding {
-namespace {
-
-void check_operand(const Checker& check, const char* name, const Tensor& tensor,
-                   std::initializer_list<int64_t> sizes) {
-    check.dims(name, tensor, static_cast<int64_t>(sizes.size()));
-    check.dtype(name, tensor, {ScalarType::BFloat16});
-    int64_t dim = 0;
-    for (const int64_t size : sizes)
-        check.size(name, tensor, dim++, size);
-    check.contiguous(name, tensor);
-    check.aligned(name, reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()), 16);
-}
-
-}  // namespace
 
 void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& w_gate_up,
                  const Tensor& w_down, const Tensor& y, const Tensor& summary, std::vector<int64_t> buffers,
                  int64_t workspace, int64_t record, int64_t max_tokens, int64_t num_experts,
-                 int64_t pool_rows, bool canaries, int64_t rank, int64_t num_sms, int64_t arrival_ns,
-                 int64_t progress_ns, double clamp, int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
+                 int64_t pool_rows, bool canaries, bool backward, int64_t rank, int64_t num_sms,
+                 int64_t arrival_ns, int64_t progress_ns, double clamp, int64_t delay_seed, int64_t trace,
+                 int64_t trace_bytes) {
     const Checker check("moe_forward");
     check.dims("x", x, 2);
     check.dims("topk_idx", topk_idx, 2);
@@ -38,14 +26,16 @@ void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_wei
     check.multiple("hidden", hidden, 256);
     check.multiple("intermediate", intermediate, 128);
     const auto num_ranks = static_cast<int64_t>(buffers.size());
-    const RouteShape shape = checked_shape(check, max_tokens, topk_idx.size(1), num_experts, hidden,
-                                           intermediate, num_ranks, pool_rows, false, true, canaries);
+    const RouteShape shape =
+        checked_shape(check, max_tokens, topk_idx.size(1), num_experts, hidden, intermediate, num_ranks,
+                      pool_rows, false, true, canaries, backward);
     const int64_t num_tokens = topk_idx.size(0);
     const int64_t num_local = num_experts / num_ranks;
-    check_operand(check, "x", x, {num_tokens, hidden});
-    check_operand(check, "w_gate_up", w_gate_up, {num_local, 2 * intermediate, hidden});
-    check_operand(check, "w_down", w_down, {num_local, hidden, intermediate});
-    check_operand(check, "y", y, {num_tokens, hidden});
+    check_operand(check, "x", x, {ScalarType::BFloat16}, {num_tokens, hidden});
+    check_operand(check, "w_gate_up", w_gate_up, {ScalarType::BFloat16},
+                  {num_local, 2 * intermediate, hidden});
+    check_operand(check, "w_down", w_down, {ScalarType::BFloat16}, {num_local, hidden, intermediate});
+    check_operand(check, "y", y, {ScalarType::BFloat16}, {num_tokens, hidden});
     if (!(clamp > 0)) check.fail("clamp is " + std::to_string(clamp) + ", must be above 0");
     check.range("delay_seed", delay_seed, 0, UINT32_MAX);
     check.range("trace_bytes", trace_bytes, 0, INT64_MAX);

@@ -21,11 +21,11 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "symmetric_layout(int max_tokens, int top_k, int num_experts, int hidden, int intermediate, int "
         "num_ranks, int pool_rows, "
-        "bool quantise, bool home, bool canaries) -> int[]");
+        "bool quantise, bool home, bool canaries, bool backward) -> int[]");
     m.def(
         "workspace_layout(int max_tokens, int top_k, int num_experts, int hidden, int intermediate, int "
         "num_ranks, int pool_rows, "
-        "bool quantise, bool home, bool canaries) -> int[]");
+        "bool quantise, bool home, bool canaries, bool backward) -> int[]");
     m.def("symmetric_parts() -> str");
     m.def("workspace_parts() -> str");
     m.def(
@@ -34,15 +34,26 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "int max_tokens, int num_experts, int hidden, int intermediate, int pool_rows, bool quantise, bool "
         "home, "
         "bool "
-        "canaries, int rank, "
+        "canaries, bool backward, int rank, "
         "int num_sms, int arrival_ns, int progress_ns, int refused_tokens, bool weighted) -> ()");
     // clamp: of gate and up, +inf for none. delay_seed: pauses in the communication roles, 0 for none. trace:
     // address of int64 [CTAs, roles, events, 3], 0 for none.
     m.def(
         "moe_forward(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, "
         "Tensor(a!) y, Tensor(b!) summary, int[] buffers, int workspace, int record, int max_tokens, "
-        "int num_experts, int pool_rows, bool canaries, int rank, int num_sms, int arrival_ns, "
+        "int num_experts, int pool_rows, bool canaries, bool backward, int rank, int num_sms, int "
+        "arrival_ns, "
         "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
+    // A result that nobody wants is an empty tensor of one dimension. Weight gradients, bf16 or fp32, are
+    // set, or added to when accumulating. The shape of the buffer has `backward`.
+    m.def(
+        "moe_backward(Tensor x, Tensor dy, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor "
+        "w_down, "
+        "Tensor(a!) dx, Tensor(b!) dtopk, Tensor(c!) dw_gate_up, Tensor(d!) dw_down, Tensor(e!) summary, "
+        "int[] buffers, int workspace, int record, int max_tokens, int num_experts, int pool_rows, "
+        "bool canaries, int rank, int num_sms, int arrival_ns, int progress_ns, float clamp, bool "
+        "accumulate, "
+        "int delay_seed, int trace, int trace_bytes) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");
 }
@@ -60,6 +71,7 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
+    m.impl("moe_backward", TORCH_BOX(&mega_moe::binding::moe_backward));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }
 
@@ -69,5 +81,6 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CPU, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
+    m.impl("moe_backward", TORCH_BOX(&mega_moe::binding::moe_backward));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }

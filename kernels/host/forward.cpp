@@ -1,22 +1,17 @@
 #include "mega_moe/forward.h"
 
-#include <algorithm>
-
 #include "device/role/forward_params.h"
-#include "host/launch.h"
+#include "host/layer_launch.h"
 #include "host/make_status.h"
 #include "host/route_params.h"
 #include "host/tensor_map.h"
 #include "layout/layer_shared.h"
 #include "layout/pools.h"
-#include "layout/route_shared.h"
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 
 namespace mega_moe {
 namespace {
-
-constexpr int kCtasPerCluster = 2;
 
 Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
                  const layout::Layout<layout::kWorkspaceParts>& parts, device::ForwardParams& p) noexcept {
@@ -56,19 +51,9 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
 
 Status launch_forward(const ForwardProblem& problem) noexcept {
     const RouteProblem& route = problem.route;
-    DeviceFacts facts{};
-    const Variant* variant = nullptr;
-    const Op op = problem.trace == nullptr ? Op::kForward : Op::kForwardTrace;
-    Status status = prepare_launch(op, Precision::kBf16, route.device, facts, variant);
+    LayerLaunch launch{};
+    Status status = prepare_layer(problem.trace == nullptr ? Op::kForward : Op::kForwardTrace, route, launch);
     if (!status.ok) return status;
-    if (route.num_sms > facts.num_sms) {
-        return error_status("num_sms is %lld, must be at most the device's %d",
-                            static_cast<long long>(route.num_sms), facts.num_sms);
-    }
-    const std::int64_t sms =
-        std::min<std::int64_t>(route.num_sms == 0 ? facts.num_sms : route.num_sms, layout::kMaxCtas);
-    const std::int64_t ctas = sms / kCtasPerCluster * kCtasPerCluster;
-    if (ctas == 0) return error_status("num_sms is %lld, must be at least 2", static_cast<long long>(sms));
 
     const layout::WorkspaceShape local = workspace_shape(route.shape);
     const auto parts = layout::make_workspace(local);
@@ -103,24 +88,8 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
     p.clamp = problem.clamp;
     p.delay_seed = problem.delay_seed;
-    constexpr auto kRoles = static_cast<std::int64_t>(layout::TraceRole::kCount);
-    p.trace = {static_cast<std::int64_t*>(problem.trace), problem.trace_bytes / (ctas * kRoles * 3 * 8)};
-
-    const std::int64_t routing =
-        layout::make_route_shared(variant->threads, p.route.endpoint.num_ranks, p.route.num_local,
-                                  p.route.max_blocks, p.route.one_chunk)
-            .total;
-    const layout::LayerShared shared = layout::make_layer_shared(variant->stages);
-    if (routing > shared.ring || shared.total > facts.max_shared_bytes) {
-        return error_status(
-            "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has "
-            "%d "
-            "of its %d; the device gives a block %d",
-            p.route.num_local, static_cast<long long>(route.shape.max_tokens),
-            static_cast<long long>(routing), shared.ring, shared.total, facts.max_shared_bytes);
-    }
-    return launch_clusters(*variant, static_cast<unsigned>(ctas), kCtasPerCluster, shared.total, &p,
-                           route.stream);
+    p.trace = trace_buffer(problem.trace, problem.trace_bytes, launch.ctas);
+    return launch_layer(launch, route, p.route, &p);
 }
 
 }  // namespace mega_moe

@@ -17,6 +17,10 @@ const char* op_name(Op op) noexcept {
             return "forward";
         case Op::kForwardTrace:
             return "forward_trace";
+        case Op::kBackward:
+            return "backward";
+        case Op::kBackwardTrace:
+            return "backward_trace";
         case Op::kClockProbe:
             return "clock_probe";
     }

@@ -24,27 +24,44 @@ Status find_encoder(decltype(&cuTensorMapEncodeTiled)& encode) noexcept {
     return ok_status();
 }
 
-}  // namespace
-
-Status map_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
-                std::uint32_t box_rows, device::TensorMap& map) noexcept {
+template <std::size_t Rank>
+Status encode_map(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
+                  const cuuint64_t (&extents)[Rank], const cuuint64_t (&strides)[Rank - 1],
+                  const cuuint32_t (&box)[Rank], device::TensorMap& map) noexcept {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (encode == nullptr) {
         const Status status = find_encoder(encode);
         if (!status.ok) return status;
     }
-    const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-    const cuuint32_t box[2] = {64, box_rows};
-    const cuuint32_t steps[2] = {1, 1};
-    const CUresult result = encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-                                   const_cast<void*>(data), extents, strides, box, steps,
+    cuuint32_t steps[Rank];
+    for (cuuint32_t& step : steps)
+        step = 1;
+    const CUresult result = encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                                   Rank, const_cast<void*>(data), extents, strides, box, steps,
                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return ok_status();
     return error_status("%s: cuTensorMapEncodeTiled of [%lld, %lld] at %p: error %d", what,
                         static_cast<long long>(rows), static_cast<long long>(columns), data,
                         static_cast<int>(result));
+}
+
+}  // namespace
+
+Status map_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
+                std::uint32_t box_rows, device::TensorMap& map) noexcept {
+    const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+    const cuuint32_t box[2] = {64, box_rows};
+    return encode_map<2>(what, data, rows, columns, extents, strides, box, map);
+}
+
+Status map_blocks(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
+                  std::uint32_t box_blocks, device::TensorMap& map) noexcept {
+    const cuuint64_t extents[3] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(columns) / 64};
+    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(columns) * 2, 128};
+    const cuuint32_t box[3] = {64, 64, box_blocks};
+    return encode_map<3>(what, data, rows, columns, extents, strides, box, map);
 }
 
 }  // namespace mega_moe

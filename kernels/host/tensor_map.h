@@ -11,4 +11,10 @@ namespace mega_moe {
 Status map_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                 std::uint32_t box_rows, device::TensorMap& map) noexcept;
 
+// The same, as boxes of 64 rows x 64 columns x `box_blocks` neighbouring blocks of 64 columns, which land
+// block after block: an operand that is contracted along its rows. Columns are a multiple of 64; blocks
+// beyond them are zero.
+Status map_blocks(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
+                  std::uint32_t box_blocks, device::TensorMap& map) noexcept;
+
 }  // namespace mega_moe

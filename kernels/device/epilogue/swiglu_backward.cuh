@@ -5,32 +5,27 @@
 
 namespace mega_moe::device {
 
-// A thread's part of a tile of 64 rows x 128 features: pairs of neighbouring columns as bf16, in wgmma's order, so
-// that even words are of row lane / 4 and odd ones of row + 8.
-struct SwigluPairs {
-    std::uint32_t gate[32];  // first gate, then its gradient
-    std::uint32_t up[32];    // first up, then its gradient
-    std::uint32_t h[32];     // the weighted activation
-};
-
-// The backward of h = round(silu(g) * u * w): gradients of g and u, h anew, and what the row adds to the gradient of
-// its routing weight w. `dh` is the gradient of h; `mask` is all ones for a row that counts, else 0, and what lies
-// beyond the last row becomes zero, since sums over rows read it.
+// The backward of h = round(silu(g) * u * w) for a warp's 16 rows x 64 features. `gate` and `up` hold pairs
+// of neighbouring columns as bf16, in wgmma's order, so that even words are of row lane / 4 and odd ones of
+// row + 8; their gradients take their place. `h` is computed anew, and `dw` gets what the features add to the
+// gradient of the row's routing weight w. `dh` is the gradient of h; `mask` is all ones for a row that
+// counts, else 0: what lies beyond the last row becomes zero, since sums over rows read it.
 template <bool Clamped>
-__device__ __forceinline__ void swiglu_backward_tile(SwigluPairs& t, const float (&dh)[64], const float (&w)[2],
-                                                     const std::uint32_t (&mask)[2], float clamp,
-                                                     float (&dw)[2]) {
+__device__ __forceinline__ void swiglu_backward_block(std::uint32_t* gate, std::uint32_t* up,
+                                                      std::uint32_t* h_words, const float* dh,
+                                                      const float (&w)[2], const std::uint32_t (&mask)[2],
+                                                      float clamp, float (&dw)[2]) {
     constexpr int kAtOnce = 4;
 #pragma unroll
-    for (int first = 0; first < 64; first += kAtOnce) {
+    for (int first = 0; first < 32; first += kAtOnce) {
         float g[kAtOnce], u[kAtOnce], share[kAtOnce], dg[kAtOnce], du[kAtOnce], h[kAtOnce];
         bool gate_inside[kAtOnce], up_inside[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; i += 2) {
-            g[i] = ptx::low_bf16(t.gate[(first + i) / 2]);
-            g[i + 1] = ptx::high_bf16(t.gate[(first + i) / 2]);
-            u[i] = ptx::low_bf16(t.up[(first + i) / 2]);
-            u[i + 1] = ptx::high_bf16(t.up[(first + i) / 2]);
+            g[i] = ptx::low_bf16(gate[(first + i) / 2]);
+            g[i + 1] = ptx::high_bf16(gate[(first + i) / 2]);
+            u[i] = ptx::low_bf16(up[(first + i) / 2]);
+            u[i + 1] = ptx::high_bf16(up[(first + i) / 2]);
         }
         // Comparisons, so that a NaN stays one.
 #pragma unroll
@@ -63,9 +58,9 @@ __device__ __forceinline__ void swiglu_backward_tile(SwigluPairs& t, const float
 #pragma unroll
         for (int i = 0; i < kAtOnce; i += 2) {
             const int word = (first + i) / 2;
-            t.gate[word] = ptx::convert_bf16x2(dg[i], dg[i + 1]) & mask[word % 2];
-            t.up[word] = ptx::convert_bf16x2(du[i], du[i + 1]) & mask[word % 2];
-            t.h[word] = ptx::convert_bf16x2(h[i], h[i + 1]) & mask[word % 2];
+            gate[word] = ptx::convert_bf16x2(dg[i], dg[i + 1]) & mask[word % 2];
+            up[word] = ptx::convert_bf16x2(du[i], du[i + 1]) & mask[word % 2];
+            h_words[word] = ptx::convert_bf16x2(h[i], h[i + 1]) & mask[word % 2];
         }
     }
 }

@@ -54,8 +54,8 @@ class BackwardMath {
     __device__ __forceinline__ void multiply(float (&d)[Count], int k_blocks, bool any_rows) {
         if (k_blocks == 0) return;
         unpublished_.wait(shared.full(stage_.at), stage_.parity, lane());
-        const int last = multiply_tile<C, A, B>(d, shared, stage_, k_blocks, a_offset(), any_rows, unpublished_,
-                                                lane());
+        const int last =
+            multiply_tile<C, A, B>(d, shared, stage_, k_blocks, a_offset(), any_rows, unpublished_, lane());
         ptx::wgmma_wait<0>();
         release_stage<C>(shared, last, lane());
     }
@@ -69,7 +69,7 @@ class BackwardMath {
     // Gate and up anew, the gradient of h, and from these in registers dz, h and a part of dtopk.
     __device__ __forceinline__ void dz_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
-        SwigluPairs pairs;
+        std::uint32_t gate[32], up[32];
         {
             float z[128];
 #pragma unroll
@@ -79,8 +79,8 @@ class BackwardMath {
             // Rounded as the forward does, and half the registers.
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
-                pairs.gate[i] = ptx::convert_bf16x2(z[2 * i], z[2 * i + 1]);
-                pairs.up[i] = ptx::convert_bf16x2(z[64 + 2 * i], z[64 + 2 * i + 1]);
+                gate[i] = ptx::convert_bf16x2(z[2 * i], z[2 * i + 1]);
+                up[i] = ptx::convert_bf16x2(z[64 + 2 * i], z[64 + 2 * i + 1]);
             }
         }
         float dh[64];
@@ -102,18 +102,20 @@ class BackwardMath {
                 weight[i] = __uint_as_float(
                     static_cast<std::uint32_t>(ptx::load_relaxed_gpu(p.route.slots + t.slot + row) >> 32));
         }
-        // As in the forward, whose activations these are.
-        if (p.clamp < INFINITY)
-            swiglu_backward_tile<true>(pairs, dh, weight, mask, p.clamp, dw);
-        else
-            swiglu_backward_tile<false>(pairs, dh, weight, mask, p.clamp, dw);
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
+            std::uint32_t h[16];
+            std::uint32_t* g = gate + 16 * block;
+            std::uint32_t* u = up + 16 * block;
+            if (p.clamp < INFINITY)
+                swiglu_backward_block<true>(g, u, h, dh + 32 * block, weight, mask, p.clamp, dw);
+            else
+                swiglu_backward_block<false>(g, u, h, dh + 32 * block, weight, mask, p.clamp, dw);
             const int column = t.column + block * 64;
             const int row = t.pool_row + warp_row_;
-            store_words(pairs.gate + 16 * block, &p.dz_store, column, row);
-            store_words(pairs.up + 16 * block, &p.dz_store, p.intermediate + column, row);
-            store_words(pairs.h + 16 * block, &p.h_store, column, row);
+            store_words(h, &p.h_store, column, row);
+            store_words(g, &p.dz_store, column, row);
+            store_words(u, &p.dz_store, p.intermediate + column, row);
         }
         if (p.needs_dtopk) {
 #pragma unroll
@@ -121,14 +123,16 @@ class BackwardMath {
                 dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 1);
                 dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 2);
                 const std::int64_t row = t.pool_row + warp_row_ + lane() / 4 + 8 * i;
-                if (lane() % 4 == 0) ptx::store(p.dtopk_parts + row * (p.intermediate / 128) + t.column / 128, dw[i]);
+                if (lane() % 4 == 0)
+                    ptx::store(p.dtopk_parts + row * (p.intermediate / 128) + t.column / 128, dw[i]);
             }
         }
         __syncwarp();
         publish_later(p.counters + p.zd_done + (t.slot + first_row_) / layout::kRowBlock);
         tracer.end(TraceKind::kStoreDz, t.chunk, t.expert, t.column);
     }
-    __device__ __forceinline__ void store_words(const std::uint32_t* words, const TensorMap* map, int column, int row) {
+    __device__ __forceinline__ void store_words(const std::uint32_t* words, const TensorMap* map, int column,
+                                                int row) {
         store_block([&] { stage_words(words, buffer_, lane()); }, map, buffer_, column, row, lane());
     }
 
@@ -157,7 +161,8 @@ class BackwardMath {
         __syncwarp();
         // The turn is counted at once: the next part of the tile may be waiting for it.
         publish_later((t.flags & kCountTurn) != 0 ? p.counters + p.turns + t.turn : nullptr);
-        unpublished_.second = (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr;
+        unpublished_.second =
+            (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr;
         tracer.end(TraceKind::kStoreGradient, t.chunk, t.expert, t.column);
     }
 

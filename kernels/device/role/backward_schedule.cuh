@@ -10,16 +10,16 @@
 #include "layout/tiles.h"
 #include "layout/workspace.h"
 
-// Which tile a cluster takes next. Tiles of dz and dx come in the forward's lagged order and go first, since other
-// ranks wait for them; tiles of the weights' gradients fill whatever time is left. A cluster holds the next ticket of
-// either kind and takes the first of them whose inputs are there, so that no tile waits once it is taken. A held
-// ticket waits for communication, lower tickets of its own kind and, if it is a gradient's, for tiles of the first
-// kind: the lowest that is not done can always go on.
+// Which tile a cluster takes next. Tiles of dz and dx come in the forward's lagged order and go first, since
+// other ranks wait for them; tiles of the weights' gradients fill whatever time is left. A cluster holds the
+// next ticket of either kind and takes the first of them whose inputs are there, so that no tile waits once
+// it is taken. A held ticket waits for communication, lower tickets of its own kind and, if it is a
+// gradient's, for tiles of the first kind: the lowest that is not done can always go on.
 namespace mega_moe::device {
 
 // The scheduler decides as late as it can, since a gradient's tile takes long: it is one tile ahead.
 template <int Stages, bool Trace>
-using BackwardConfig = LayerConfig<Stages, Trace, 1, 2, 88, 208>;
+using BackwardConfig = LayerConfig<Stages, Trace, 1, 2, 136, 184>;
 
 enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient };
 
@@ -113,7 +113,8 @@ class RowTiles {
         return t;
     }
     // One warp. Both CTAs' rows, since each waits for the other's loads.
-    __device__ __forceinline__ bool ready(std::uint64_t& index, std::uint64_t& seen, std::uint64_t& wanted) const {
+    __device__ __forceinline__ bool ready(std::uint64_t& index, std::uint64_t& seen,
+                                          std::uint64_t& wanted) const {
         const int first_row = cta_tile(0).first_row;
         const int row = first_row + static_cast<int>(ptx::lane_id()) * layout::kRowBlock;
         const int end = min(run_.rows, cta_tile(1).first_row + layout::kTileRows);
@@ -121,8 +122,7 @@ class RowTiles {
         wanted = run_.down ? static_cast<std::uint64_t>(p.intermediate / 128 * 4)
                            : static_cast<std::uint64_t>(layout::kRowBlock);
         seen = wanted;
-        if (row < end)
-            seen = ptx::load_acquire_gpu(p.counters + (run_.down ? p.zd_done : p.arrived) + index);
+        if (row < end) seen = ptx::load_acquire_gpu(p.counters + (run_.down ? p.zd_done : p.arrived) + index);
         return !ptx::any(seen < wanted);
     }
 
@@ -190,8 +190,10 @@ class GradientTilesOfRank {
                   (bad_ ? kAllNan : 0) | (counts_chunks_ && run_.rows > 0 ? kCountChunk : 0);
         return t;
     }
-    // One warp: all of the part's rows, and the part before. What was seen of the rows holds for later tickets.
-    __device__ __forceinline__ bool ready(std::uint64_t& index_of, std::uint64_t& seen, std::uint64_t& wanted) {
+    // One warp: all of the part's rows, and the part before. What was seen of the rows holds for later
+    // tickets.
+    __device__ __forceinline__ bool ready(std::uint64_t& index_of, std::uint64_t& seen,
+                                          std::uint64_t& wanted) {
         const int blocks = layout::ceil_div(run_.rows, layout::kRowBlock);
         const int first = (place_.first_slot + run_.first_row) / layout::kRowBlock;
         wanted = static_cast<std::uint64_t>(p.intermediate / 128 * 4);
@@ -224,8 +226,8 @@ class GradientTilesOfRank {
     bool bad_;
 };
 
-// One warp of each CTA: the tiles of the cluster, one after another, each once its inputs are there. The first CTA
-// chooses and tells the second, as a ticket whose highest bit says which kind it is of.
+// One warp of each CTA: the tiles of the cluster, one after another, each once its inputs are there. The
+// first CTA chooses and tells the second, as a ticket whose highest bit says which kind it is of.
 template <class C>
 class BackwardScheduler {
   public:
@@ -325,10 +327,10 @@ class BackwardScheduler {
         }
     }
 
-    // Nothing was ready: has this gone on for too long, or has a rank given up? After a fault everything counts as
-    // ready, and the launch runs to its end without waiting.
-    __device__ __forceinline__ void check_time(std::int64_t& idle_since, std::uint64_t index, std::uint64_t seen,
-                                               std::uint64_t wanted) {
+    // Nothing was ready: has this gone on for too long, or has a rank given up? After a fault everything
+    // counts as ready, and the launch runs to its end without waiting.
+    __device__ __forceinline__ void check_time(std::int64_t& idle_since, std::uint64_t index,
+                                               std::uint64_t seen, std::uint64_t wanted) {
         const std::int64_t now = ptx::global_timer();
         if (idle_since == 0) idle_since = now;
         lost_ = ptx::any(now - idle_since > e.progress_ns || abort_word(e) != 0);

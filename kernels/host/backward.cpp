@@ -1,0 +1,160 @@
+#include "mega_moe/backward.h"
+
+#include "device/role/backward_params.h"
+#include "host/layer_launch.h"
+#include "host/make_status.h"
+#include "host/route_params.h"
+#include "host/tensor_map.h"
+#include "layout/gradients.h"
+#include "layout/layer_shared.h"
+#include "layout/symmetric.h"
+#include "layout/workspace.h"
+
+namespace mega_moe {
+namespace {
+
+using Parts = layout::Layout<layout::kWorkspaceParts>;
+
+Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
+                 const Parts& parts, device::BackwardParams& p) noexcept {
+    const std::int64_t rows = local.pools() * local.pool_rows;
+    const std::int64_t hidden = local.hidden;
+    const std::int64_t intermediate = local.intermediate;
+    const std::int64_t gate_up_rows = local.num_local * 2 * intermediate;
+    const std::int64_t down_rows = local.num_local * hidden;
+    constexpr std::uint32_t kHeight = layout::kTileRows;
+    const void* x = workspace + parts[layout::kXPool];
+    const void* dy = workspace + parts[layout::kDyPool];
+    const void* dz = workspace + parts[layout::kDzPool];
+    const void* h = workspace + parts[layout::kHPool];
+    const void* dx = workspace + parts[layout::kOPool];
+    struct Map {
+        const char* what;
+        const void* data;
+        std::int64_t rows;
+        std::int64_t columns;
+        std::uint32_t box;  // rows, or blocks of columns
+        device::TensorMap& map;
+    };
+    const Map by_rows[] = {
+        {"x pool", x, rows, hidden, kHeight, p.x_load},
+        {"x pool", x, rows, hidden, kHeight / 2, p.x_half_load},
+        {"dy pool", dy, rows, hidden, kHeight, p.dy_load},
+        {"dy pool", dy, rows, hidden, kHeight / 2, p.dy_half_load},
+        {"dz pool", dz, rows, 2 * intermediate, kHeight, p.dz_load},
+        {"dz pool", dz, rows, 2 * intermediate, kHeight / 2, p.dz_half_load},
+        {"w_gate_up", problem.w_gate_up, gate_up_rows, hidden, 128, p.gate_up_load},
+        {"w_down", problem.w_down, down_rows, intermediate, 64, p.down_load},
+        {"dz pool", dz, rows, 2 * intermediate, 16, p.dz_store},
+        {"h pool", h, rows, intermediate, 16, p.h_store},
+        {"dx pool", dx, rows, hidden, 16, p.dx_store},
+    };
+    const Map by_blocks[] = {
+        {"w_gate_up", problem.w_gate_up, gate_up_rows, hidden, 2, p.gate_up_blocks},
+        {"x pool", x, rows, hidden, 2, p.x_blocks},
+        {"dy pool", dy, rows, hidden, 2, p.dy_blocks},
+        {"dz pool", dz, rows, 2 * intermediate, 2, p.dz_blocks},
+        {"h pool", h, rows, intermediate, 2, p.h_blocks},
+    };
+    const Map gradients[] = {
+        {"dw_gate_up", problem.dw_gate_up, gate_up_rows, hidden, 16, p.dw_gate_up_store},
+        {"dw_down", problem.dw_down, down_rows, intermediate, 16, p.dw_down_store},
+    };
+    for (const Map& m : by_rows) {
+        const Status status = map_rows(m.what, m.data, m.rows, m.columns, m.box, m.map);
+        if (!status.ok) return status;
+    }
+    for (const Map& m : by_blocks) {
+        const Status status = map_blocks(m.what, m.data, m.rows, m.columns, m.box, m.map);
+        if (!status.ok) return status;
+    }
+    for (const Map& m : gradients) {
+        // An fp32 gradient is stored without a map, and one that nobody wants not at all.
+        if (m.data == nullptr || problem.gradients_are_fp32) continue;
+        const Status status = map_rows(m.what, m.data, m.rows, m.columns, m.box, m.map);
+        if (!status.ok) return status;
+    }
+    return ok_status();
+}
+
+void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
+                const Parts& parts, device::BackwardParams& p) noexcept {
+    const RouteShape& shape = problem.route.shape;
+    const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
+    const layout::Staging staging =
+        layout::make_staging(shape.max_tokens, shape.top_k, shape.hidden, shape.quantise);
+    p.moved[0] = {static_cast<const std::byte*>(problem.x), workspace + parts[layout::kXPool],
+                  symmetric[layout::kStaging] + staging.x};
+    p.moved[1] = {static_cast<const std::byte*>(problem.dy), workspace + parts[layout::kDyPool],
+                  symmetric[layout::kStagedDy]};
+    p.summed = workspace + parts[layout::kOPool];
+    p.out = static_cast<std::byte*>(problem.dx);
+    p.x_flags = symmetric[layout::kXFlags];
+    p.sent_flags = symmetric[layout::kSentFlags];
+    p.home = symmetric[layout::kHome];
+    p.home_dtopk = symmetric[layout::kHomeDtopk];
+    p.pool_rows = local.pool_rows;
+    p.dtopk_parts = reinterpret_cast<float*>(workspace + parts[layout::kDtopkPool]);
+    p.dtopk = static_cast<float*>(problem.dtopk);
+}
+
+void place_counters(const layout::WorkspaceShape& local, std::byte* workspace, const Parts& parts,
+                    device::BackwardParams& p) noexcept {
+    const std::int64_t blocks = layout::num_row_blocks(local.max_slots());
+    p.counters = reinterpret_cast<std::uint32_t*>(workspace + parts[layout::kCounters]);
+    p.num_counters = local.counters();
+    p.sent = layout::counter_of_sent();
+    p.arrived = layout::counter_of_arrived(local.chunks());
+    p.zd_done = p.arrived + blocks;
+    p.dx_done = p.zd_done + blocks;
+    p.gradients_done = layout::counter_of_gradients_done(local.max_slots(), local.chunks());
+    p.turns = layout::counter_of_turns(local.max_slots(), local.chunks());
+    p.summed_done = p.needs_dx ? p.dx_done : p.zd_done;
+    p.summed_wanted = static_cast<std::uint32_t>(
+        (p.needs_dx ? local.hidden / layout::kTileColumns : local.intermediate / 128) * 4);
+}
+
+void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShape& local,
+                     std::byte* workspace, const Parts& parts, device::BackwardParams& p) noexcept {
+    const auto hidden = static_cast<std::int32_t>(local.hidden);
+    const auto intermediate = static_cast<std::int32_t>(local.intermediate);
+    auto* partials = reinterpret_cast<float*>(workspace + parts[layout::kPartials]);
+    p.gradients = {hidden, intermediate, problem.dw_gate_up != nullptr, problem.dw_down != nullptr};
+    p.dw_gate_up = {static_cast<std::byte*>(problem.dw_gate_up), partials, 2 * intermediate, hidden};
+    p.dw_down = {static_cast<std::byte*>(problem.dw_down), partials + 2 * local.hidden * local.intermediate,
+                 hidden, intermediate};
+    p.partial_stride = 3 * local.hidden * local.intermediate;
+    p.gradients_are_fp32 = problem.gradients_are_fp32;
+    p.accumulate = problem.accumulate;
+}
+
+}  // namespace
+
+Status launch_backward(const BackwardProblem& problem) noexcept {
+    const RouteProblem& route = problem.route;
+    LayerLaunch launch{};
+    Status status =
+        prepare_layer(problem.trace == nullptr ? Op::kBackward : Op::kBackwardTrace, route, launch);
+    if (!status.ok) return status;
+    const layout::WorkspaceShape local = workspace_shape(route.shape);
+    const Parts parts = layout::make_workspace(local);
+    auto* workspace = static_cast<std::byte*>(route.workspace);
+    device::BackwardParams p{};
+    status = make_maps(problem, local, workspace, parts, p);
+    if (!status.ok) return status;
+    p.route = make_route_params(route);
+    p.needs_dx = problem.needs_dx;
+    p.returns_rows = problem.needs_dx;
+    p.needs_dtopk = problem.needs_dtopk;
+    place_rows(problem, local, workspace, parts, p);
+    place_counters(local, workspace, parts, p);
+    place_gradients(problem, local, workspace, parts, p);
+    p.hidden = static_cast<std::int32_t>(local.hidden);
+    p.intermediate = static_cast<std::int32_t>(local.intermediate);
+    p.clamp = problem.clamp;
+    p.delay_seed = problem.delay_seed;
+    p.trace = trace_buffer(problem.trace, problem.trace_bytes, launch.ctas);
+    return launch_layer(launch, route, p.route, &p);
+}
+
+}  // namespace mega_moe

@@ -1,0 +1,57 @@
+#include "host/layer_launch.h"
+
+#include <algorithm>
+
+#include "host/launch.h"
+#include "host/make_status.h"
+#include "layout/layer_shared.h"
+#include "layout/route_shared.h"
+
+namespace mega_moe {
+namespace {
+
+constexpr int kCtasPerCluster = 2;
+
+}  // namespace
+
+Status prepare_layer(Op op, const RouteProblem& route, LayerLaunch& launch) noexcept {
+    const Status status = prepare_launch(op, Precision::kBf16, route.device, launch.facts, launch.variant);
+    if (!status.ok) return status;
+    const int on_device = launch.facts.num_sms;
+    if (route.num_sms > on_device) {
+        return error_status("num_sms is %lld, must be at most the device's %d",
+                            static_cast<long long>(route.num_sms), on_device);
+    }
+    const std::int64_t sms =
+        std::min<std::int64_t>(route.num_sms == 0 ? on_device : route.num_sms, layout::kMaxCtas);
+    launch.ctas = static_cast<unsigned>(sms / kCtasPerCluster * kCtasPerCluster);
+    if (launch.ctas == 0)
+        return error_status("num_sms is %lld, must be at least 2", static_cast<long long>(sms));
+    return ok_status();
+}
+
+layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept {
+    constexpr auto kRoles = static_cast<std::int64_t>(layout::TraceRole::kCount);
+    return {static_cast<std::int64_t*>(rows), bytes / (std::int64_t{ctas} * kRoles * 3 * 8)};
+}
+
+Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const device::RouteParams& params,
+                    void* parameter) noexcept {
+    const Variant& variant = *launch.variant;
+    const std::int64_t routing =
+        layout::make_route_shared(variant.threads, params.endpoint.num_ranks, params.num_local,
+                                  params.max_blocks, params.one_chunk)
+            .total;
+    const layout::LayerShared shared = layout::make_layer_shared(variant.stages);
+    if (routing > shared.ring || shared.total > launch.facts.max_shared_bytes) {
+        return error_status(
+            "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has "
+            "%d "
+            "of its %d; the device gives a block %d",
+            params.num_local, static_cast<long long>(route.shape.max_tokens), static_cast<long long>(routing),
+            shared.ring, shared.total, launch.facts.max_shared_bytes);
+    }
+    return launch_clusters(variant, launch.ctas, kCtasPerCluster, shared.total, parameter, route.stream);
+}
+
+}  // namespace mega_moe

@@ -1,0 +1,28 @@
+#pragma once
+#include "device/role/route_params.h"
+#include "host/device_facts.h"
+#include "host/variant.h"
+#include "layout/trace.h"
+#include "mega_moe/route.h"
+#include "mega_moe/status.h"
+
+namespace mega_moe {
+
+// What a launch of a layer's kernel, forward or backward, goes by.
+struct LayerLaunch {
+    const Variant* variant;
+    DeviceFacts facts;
+    unsigned ctas;
+};
+
+// Selects the kernel and the number of its CTAs, in clusters of two.
+Status prepare_layer(Op op, const RouteProblem& route, LayerLaunch& launch) noexcept;
+
+layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept;
+
+// Launches it with one parameter, whose routing part is `params`, unless its shared memory cannot hold the
+// routing.
+Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const device::RouteParams& params,
+                    void* parameter) noexcept;
+
+}  // namespace mega_moe
