@@ -8,12 +8,13 @@
 #include "device/ptx/ordered_memory.cuh"
 #include "device/role/backward_schedule.cuh"
 
-// The epilogue of a tile of a weight's gradient: into the sums between parts, or into the result in its own dtype,
-// which is set or added to. Each element has one thread in each part, and the parts take their turns, so that every
-// sum has one order.
+// The epilogue of a tile of a weight's gradient: into the sums between parts, or into the result in its own
+// dtype, which is set or added to. Each element has one thread in each part, and the parts take their turns,
+// so that every sum has one order.
 namespace mega_moe::device {
 
-// A thread's elements of a tile, wgmma's order: rows lane / 4 and + 8 of the warp's, columns 8 i + 2 (lane % 4) and
+// A thread's elements of a tile, wgmma's order: rows lane / 4 and + 8 of the warp's, columns 8 i + 2 (lane %
+// 4) and
 // + 1. `at(i, columns)` is called with pairs of them.
 template <class Pair>
 __device__ __forceinline__ void for_pairs(float (&d)[128], bool both_halves, const Pair& pair) {
@@ -29,8 +30,9 @@ __device__ __forceinline__ void for_pairs(float (&d)[128], bool both_halves, con
 }
 
 // By one warp, whose rows of the tile start at `warp_row`.
-__device__ __forceinline__ void store_gradient(const BackwardParams& p, const BackwardTile& t, float (&d)[128],
-                                               int warp_row, std::uint32_t buffer, int lane) {
+__device__ __forceinline__ void store_gradient(const BackwardParams& p, const BackwardTile& t,
+                                               float (&d)[128], int warp_row, std::uint32_t buffer,
+                                               int lane) {
     const bool down = t.kind == kDownGradient;
     const GradientTarget& g = down ? p.dw_down : p.dw_gate_up;
     const bool both_halves = t.column + 128 < g.columns;
@@ -71,8 +73,8 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Ba
     if (p.accumulate) {
         const auto* out = reinterpret_cast<const std::uint16_t*>(g.out) + out_at;
         for_pairs(d, both_halves, [&](int row, int column, float& a, float& b) {
-            const std::uint32_t before =
-                ptx::load_relaxed_gpu(reinterpret_cast<const std::uint32_t*>(out + row * eight_rows + column));
+            const std::uint32_t before = ptx::load_relaxed_gpu(
+                reinterpret_cast<const std::uint32_t*>(out + row * eight_rows + column));
             a += ptx::low_bf16(before);
             b += ptx::high_bf16(before);
         });

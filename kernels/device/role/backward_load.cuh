@@ -7,12 +7,13 @@
 
 namespace mega_moe::device {
 
-// One thread: fills the stages with the operands of this CTA's tiles. Each of a cluster's CTAs loads half of what
-// both read: of the weights, or of a tail's rows, or of the columns of a gradient.
+// One thread: fills the stages with the operands of this CTA's tiles. Each of a cluster's CTAs loads half of
+// what both read: of the weights, or of a tail's rows, or of the columns of a gradient.
 template <class C>
 class BackwardLoader {
   public:
-    __device__ __forceinline__ BackwardLoader(const BackwardParams& params, const LayerShared<C>& map, int cta)
+    __device__ __forceinline__ BackwardLoader(const BackwardParams& params, const LayerShared<C>& map,
+                                              int cta)
         : p(params), shared(map), cta_(cta) {}
 
     __device__ __forceinline__ void run(Tracer<C::kTrace>& tracer) {
@@ -44,10 +45,14 @@ class BackwardLoader {
     static constexpr int kBlockBytes = 64 * kOperandRowBytes;  // 64 rows of 64 columns
 
     static __device__ __forceinline__ TraceKind wait_kind(int kind) {
-        return kind == kDzTile ? TraceKind::kWaitDz : kind == kDxTile ? TraceKind::kWaitDx : TraceKind::kWaitGradient;
+        return kind == kDzTile   ? TraceKind::kWaitDz
+               : kind == kDxTile ? TraceKind::kWaitDx
+                                 : TraceKind::kWaitGradient;
     }
     static __device__ __forceinline__ TraceKind load_kind(int kind) {
-        return kind == kDzTile ? TraceKind::kLoadDz : kind == kDxTile ? TraceKind::kLoadDx : TraceKind::kLoadGradient;
+        return kind == kDzTile   ? TraceKind::kLoadDz
+               : kind == kDxTile ? TraceKind::kLoadDx
+                                 : TraceKind::kLoadGradient;
     }
 
     // The next stage, once both CTAs have released it.
@@ -57,10 +62,10 @@ class BackwardLoader {
         ptx::mbarrier_arrive_expect(full, static_cast<std::uint32_t>(bytes));
         return full;
     }
-    // 128 rows of one of the pools x 64 columns from k on. In a tail both CTAs load half, whether or not they have a
-    // block of columns.
-    __device__ __forceinline__ void load_rows(const BackwardTile& t, const TensorMap* rows, const TensorMap* half,
-                                              std::uint32_t full, int k) {
+    // 128 rows of one of the pools x 64 columns from k on. In a tail both CTAs load half, whether or not they
+    // have a block of columns.
+    __device__ __forceinline__ void load_rows(const BackwardTile& t, const TensorMap* rows,
+                                              const TensorMap* half, std::uint32_t full, int k) {
         if (t.tail == 0)
             ptx::tma_load(shared.a(stage_.at), rows, full, k, t.pool_row);
         else
@@ -129,8 +134,8 @@ class BackwardLoader {
             const std::uint32_t full = open_stage(C::kStageBytes);
             const int pool_row = t.pool_row + k_block * C::kBlockK;
             ptx::tma_load(shared.a(stage_.at), rows, full, 0, pool_row, t.row / 64);
-            ptx::tma_multicast(shared.b(stage_.at) + cta_ * (C::kBytesB / 2), columns, full, kBoth, 0, pool_row,
-                               t.column / 64 + 2 * cta_);
+            ptx::tma_multicast(shared.b(stage_.at) + cta_ * (C::kBytesB / 2), columns, full, kBoth, 0,
+                               pool_row, t.column / 64 + 2 * cta_);
         }
     }
 

@@ -11,8 +11,8 @@
 // What the communication warps of the backward do beside moving rows.
 namespace mega_moe::device {
 
-// One of `num_warps` warps: zeros in the rows of x and dy between an expert's last and the end of its row block, which
-// sums over rows read: a NaN there would outlive the zeros of dz.
+// One of `num_warps` warps: zeros in the rows of x and dy between an expert's last and the end of its row
+// block, which sums over rows read: a NaN there would outlive the zeros of dz.
 __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk, int warp, int num_warps) {
     const RouteParams& r = p.route;
     const int row_of_slot = view_chunk(p, chunk).row_of_slot;
@@ -30,12 +30,12 @@ __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk,
         }
         ptx::fence_proxy_async_global();
         __syncwarp();
-        if (ptx::lane_id() == 0)
-            ptx::add_release_gpu(p.counters + p.arrived + slot / layout::kRowBlock, 1);
+        if (ptx::lane_id() == 0) ptx::add_release_gpu(p.counters + p.arrived + slot / layout::kRowBlock, 1);
     }
 }
 
-// One warp of each CTA, before it pulls the rows of a chunk: until the gradients have read what lies where they go.
+// One warp of each CTA, before it pulls the rows of a chunk: until the gradients have read what lies where
+// they go.
 struct ChunkPreparation {
     const BackwardParams& p;
     std::uint64_t epoch;
@@ -55,16 +55,16 @@ struct ChunkPreparation {
         for (int expert = static_cast<int>(ptx::lane_id()); expert < r.num_local; expert += 32)
             parts += static_cast<std::uint32_t>(
                 layout::num_parts(table_word(r.expert_rows, std::int64_t{chunk} * r.num_local + expert)));
-        const std::uint64_t wanted =
-            std::uint64_t{ptx::sum(parts)} *
-            static_cast<std::uint64_t>(p.gradients.tiles() * layout::kGradientWarps);
+        const std::uint64_t wanted = std::uint64_t{ptx::sum(parts)} *
+                                     static_cast<std::uint64_t>(p.gradients.tiles() * layout::kGradientWarps);
         if (ptx::lane_id() == 0 && !lost) {
             const std::uint32_t* done = p.counters + p.gradients_done + chunk;
             std::uint64_t seen;
             const auto load = [&] { return static_cast<std::uint64_t>(ptx::load_acquire_gpu(done)); };
             if (!wait_for(e, load, wanted, e.progress_ns, seen)) {
-                give_up(e, epoch,
-                        {Role::kChunkFree, Kind::kProgress, static_cast<std::uint64_t>(chunk + 2), seen, wanted});
+                give_up(
+                    e, epoch,
+                    {Role::kChunkFree, Kind::kProgress, static_cast<std::uint64_t>(chunk + 2), seen, wanted});
                 lost = true;
             }
         }
@@ -72,8 +72,8 @@ struct ChunkPreparation {
     }
 };
 
-// The gradients of routing weights, which travel beside dx: each is summed here, in the order of the blocks of
-// columns, and has one place at home.
+// The gradients of routing weights, which travel beside dx: each is summed here, in the order of the blocks
+// of columns, and has one place at home.
 struct DtopkBeside {
     const BackwardParams& p;
 

@@ -73,6 +73,7 @@ struct UnitPlace {
 };
 
 // Tiles of dz and dx: a ticket's record, and whether the rows that the cluster's tile reads are there.
+template <class C>
 class RowTiles {
   public:
     __device__ __forceinline__ RowTiles(const BackwardParams& params, int num_chunks, int clusters)
@@ -99,7 +100,7 @@ class RowTiles {
         const int column = tile.live ? tile.column : 0;
         BackwardTile t{};
         t.kind = run_.down ? kDxTile : kDzTile;
-        t.k_blocks = (run_.down ? 2 * p.intermediate : p.hidden) / kBlockK;
+        t.k_blocks = (run_.down ? 2 * p.intermediate : p.hidden) / C::kBlockK;
         t.slot = place_.first_slot + tile.first_row;
         t.pool_row = t.slot + place_.row_of_slot;
         t.rows = tile.live ? min(run_.rows - tile.first_row, layout::kTileRows) : 0;
@@ -129,7 +130,6 @@ class RowTiles {
   private:
     // Tiles that dz lies ahead of dx, in tiles of every cluster.
     static constexpr int kLagPerCluster = 3;
-    static constexpr int kBlockK = 64;
 
     __device__ __forceinline__ void advance() {
         // Without dx its runs are empty.
@@ -151,6 +151,7 @@ class RowTiles {
 };
 
 // Tiles of the weights' gradients, likewise.
+template <class C>
 class GradientTilesOfRank {
   public:
     __device__ __forceinline__ GradientTilesOfRank(const BackwardParams& params, int num_chunks, bool bad)
@@ -352,8 +353,8 @@ class BackwardScheduler {
     int cta_;
     int clusters_;
     ClusterMail<C> mail_;
-    RowTiles rows_;
-    GradientTilesOfRank gradients_;
+    RowTiles<C> rows_;
+    GradientTilesOfRank<C> gradients_;
     int row_ticket_ = kDraw;
     int gradient_ticket_ = kDraw;
     bool first_ = true;

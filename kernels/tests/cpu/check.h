@@ -13,8 +13,10 @@
         }                                                                        \
     } while (false)
 
+void test_backward_progress();
 void test_forward_progress();
 void test_forward_tiles();
+void test_gradient_tiles();
 void test_group_scale();
 void test_layouts();
 void test_route();

@@ -7,8 +7,10 @@ int main(int count, char** arguments) {
     const struct {
         const char* name;
         void (*run)();
-    } suites[] = {{"forward_progress", test_forward_progress},
+    } suites[] = {{"backward_progress", test_backward_progress},
+                  {"forward_progress", test_forward_progress},
                   {"forward_tiles", test_forward_tiles},
+                  {"gradient_tiles", test_gradient_tiles},
                   {"group_scale", test_group_scale},
                   {"layouts", test_layouts},
                   {"select", test_select},
