@@ -294,7 +294,7 @@ class MoEBuffer:
         Needs the compiled library, no GPU; depends on its arguments and, for the canaries, on MEGA_MOE_DEBUG. "auto"
         counts the pools of the fused backend where the wheel holds a kernel for the request, a name counts that
         backend's memory. Plain backends on a CPU, or on a GPU whose architecture the wheel does not hold, keep nothing.
-        ``training`` makes no difference yet: the backward keeps nothing between calls.
+        ``training`` counts what the fused backward needs besides, which a buffer holds wherever it can run it.
 
         Raises:
             BackendRefusedError: "fused" is named, and no kernel of the wheel serves the request.
@@ -302,7 +302,7 @@ class MoEBuffer:
         request = Request(
             num_experts, max_tokens_per_rank, top_k, hidden, intermediate, precision, num_ranks=num_ranks
         )
-        return plan.buffer_nbytes(request, check_name("backend", backend))
+        return plan.buffer_nbytes(request, check_name("backend", backend), training)
 
 
 def _group_backend(group: dist.ProcessGroup) -> str:

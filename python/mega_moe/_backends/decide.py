@@ -151,6 +151,11 @@ def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[st
     return reasons
 
 
+def holds_backward(request: Request, variants: Sequence[Variant]) -> bool:
+    """Whether a wheel with ``variants`` has a fused backward kernel for some device."""
+    return any(v.op == "backward" and v.precision == _directions(request)[1] for v in variants)
+
+
 def _directions(request: Request) -> tuple[str, str]:
     return _DIRECTIONS.get(request.precision, (request.precision, request.precision))
 

@@ -1,4 +1,4 @@
-"""The fused backend: the forward is one kernel; the backward, for which no kernel exists yet, is another executor's."""
+"""The fused backend: one kernel for each direction, where the wheel holds both; else another executor's backward."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.executor import LayerExecutor
+from mega_moe._backends.kernel_backward import KernelBackward
 from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._base.errors import MegaMoEError, PeerError
@@ -16,8 +17,9 @@ _ALIGNMENT = 16  # bytes; what the kernel's bulk copies start on
 class FusedExecutor:
     """Forward never waits for the device, so ranks agree on nothing before it; see `KernelRank.call` for its faults.
 
-    ``backward`` computes everything again from the inputs, and agrees with the other ranks as it always does. It must
-    not use the staging area of the buffer, from which a forward on another stream may be reading.
+    ``backward`` is used where the memory of ``kernels`` was not made for the backward kernel. It computes everything
+    again from the inputs, and agrees with the other ranks as it always does. It must not use the staging area of the
+    buffer, from which a forward on another stream may be reading.
     """
 
     dtypes = (torch.bfloat16,)
@@ -26,6 +28,7 @@ class FusedExecutor:
     def __init__(self, kernels: KernelRank, backward: LayerExecutor) -> None:
         self._kernels = kernels
         self._kernel = KernelForward(kernels)
+        self._kernel_backward = KernelBackward(kernels) if kernels.shape.backward else None
         self._backward = backward
 
     def forward(
@@ -59,6 +62,10 @@ class FusedExecutor:
         needs: tuple[bool, bool, bool, bool],
         dw_dtype: torch.dtype,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        if self._kernel_backward is not None:
+            return self._fused_backward(
+                dy, x, topk_idx, topk_weights, w_gate_up, w_down, clamp, needs, dw_dtype, None
+            )
         if torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 "the backward of this version's fused backend sizes its exchange on the host and cannot be captured "
@@ -68,6 +75,50 @@ class FusedExecutor:
         return self._backward.backward(
             dy, x, topk_idx, topk_weights, w_gate_up, w_down, clamp, needs, dw_dtype
         )
+
+    def backward_into(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        needs: tuple[bool, bool, bool, bool],
+        into: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor | None, Tensor | None] | None:
+        """Adds the weights' gradients into buffers in the kernel -> dx, dtopk. None: it cannot, and nothing was done."""
+        wanted = [buffer for buffer, needed in zip(into, needs[2:]) if needed]
+        if self._kernel_backward is None or not _can_add(wanted):
+            return None
+        return self._fused_backward(
+            dy, x, topk_idx, topk_weights, w_gate_up, w_down, clamp, needs, torch.float32, into
+        )[:2]
+
+    def _fused_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        needs: tuple[bool, bool, bool, bool],
+        dw_dtype: torch.dtype,
+        into: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        assert self._kernel_backward is not None
+        got, _ = self._kernel_backward.backward(
+            *(_dense(value) for value in (dy, x, topk_idx, topk_weights, w_gate_up, w_down)),
+            clamp,
+            needs=needs,
+            dw_dtype=dw_dtype,
+            into=into,
+        )
+        dtopk = None if got.dtopk is None else got.dtopk.to(topk_weights.dtype)
+        return got.dx, dtopk, got.dw_gate_up, got.dw_down
 
     def refuse(self, error: Exception, num_tokens: int) -> None:
         self._kernels.refuse(num_tokens)
@@ -83,6 +134,17 @@ class FusedExecutor:
             # raised already, so nobody would come.
             self._backward.refuse(pending, 0)
         raise pending
+
+
+def _can_add(buffers: list[Tensor]) -> bool:
+    """Whether the kernel can add to these as they lie in memory."""
+    return all(
+        b.is_contiguous()
+        and b.data_ptr() % _ALIGNMENT == 0
+        and b.dtype in (torch.bfloat16, torch.float32)
+        and b.dtype == buffers[0].dtype
+        for b in buffers
+    )
 
 
 def _dense(value: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from mega_moe._backends.symmetric import Shape, of_group, of_one_rank, symmetric
 from mega_moe._base import env
 
 
-def kernel_shape(request: Request, fused: bool) -> Shape:
-    """What both layouts depend on; ``fused``: with the pools and home slots of the fused kernels."""
+def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape:
+    """What both layouts depend on; ``fused``: with the pools and home slots of the fused kernels; ``backward``: of both
+    directions."""
     # The staging area is laid out for x in bf16, which every precision stages in one direction and which is the larger.
     return Shape(
         request.max_tokens_per_rank,
@@ -27,18 +28,20 @@ def kernel_shape(request: Request, fused: bool) -> Shape:
         pool_rows=pool_rows(request) if fused else 0,
         home=fused,
         canaries=env.debug(),
+        backward=fused and backward,
     )
 
 
-def kernel_nbytes(request: Request, fused: bool) -> int:
+def kernel_nbytes(request: Request, fused: bool, backward: bool = False) -> int:
     """Bytes of the part that peers reach and of the workspace, on each rank."""
-    shape = kernel_shape(request, fused)
+    shape = kernel_shape(request, fused, backward)
     return symmetric_layout(shape).total + workspace_layout(shape).total
 
 
 def build_kernel_rank(
     request: Request,
     fused: bool,
+    backward: bool,
     num_sms: int,
     device: torch.device,
     control: Control,
@@ -46,7 +49,7 @@ def build_kernel_rank(
     progress_timeout: float,
 ) -> KernelRank:
     """Collective over ``group``. ``num_sms``: at most so many are used by a launch."""
-    shape = kernel_shape(request, fused)
+    shape = kernel_shape(request, fused, backward)
     nbytes = symmetric_layout(shape).total
     memory = of_one_rank(nbytes, device) if group is None else of_group(nbytes, device, group, control)
     return KernelRank(

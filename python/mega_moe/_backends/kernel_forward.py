@@ -55,6 +55,7 @@ class KernelForward:
                 shape.num_experts,
                 shape.pool_rows,
                 shape.canaries,
+                shape.backward,
                 kernels.rank,
                 kernels.num_sms,
                 *kernels.limits_ns,

@@ -26,7 +26,7 @@ from mega_moe._ops import library
 
 
 class KernelRank:
-    """What `KernelRouter` and `KernelForward` launch on: all launches of a rank share one epoch and one record."""
+    """What the routing and the layer's kernels launch on: all launches of a rank share one epoch and one record."""
 
     def __init__(
         self,
@@ -159,6 +159,7 @@ class KernelRank:
             shape.quantise,
             shape.home,
             shape.canaries,
+            shape.backward,
             self.rank,
             self.num_sms,
             *self.limits_ns,

@@ -18,6 +18,7 @@ from mega_moe._backends.decide import (
     check_name,
     choose,
     decide,
+    holds_backward,
     why_no_fused_shape,
     why_no_kernel_router,
 )
@@ -132,7 +133,9 @@ def build_kernels(
         return None, "; ".join(reasons)
     num_sms = (everyone[control.rank].num_sms or 0) - request.num_reserved_sms
     fused = explanation.chosen == "fused"
-    return build_kernel_rank(request, fused, num_sms, device, control, group, progress_timeout), None
+    # A note says that something else serves the backward.
+    backward = fused and explanation.verdict("fused").note is None
+    return build_kernel_rank(request, fused, backward, num_sms, device, control, group, progress_timeout), None
 
 
 def build_router(request: Request, control: Control, kernels: KernelRank | None) -> Router:
@@ -151,7 +154,7 @@ def build_executor(
     """The executor of the chosen backend on this rank."""
     request = explanation.request
     makers: dict[str | None, Callable[[], Arithmetic]] = {
-        "fused": GroupedArithmetic,  # of the backward, for which this version has no kernel
+        "fused": GroupedArithmetic,  # of the backward, where the wheel holds no kernel for it
         "deep_gemm": lambda: DeepGemmArithmetic(deep_gemm_library.require()),
         "grouped": GroupedArithmetic,
         "reference": lambda: ReferenceArithmetic(request.precision),
@@ -168,15 +171,18 @@ def build_executor(
     return FusedExecutor(kernels, plain) if fused and kernels is not None else plain
 
 
-def buffer_nbytes(request: Request, backend: str | None = None) -> int:
+def buffer_nbytes(request: Request, backend: str | None = None, training: bool = True) -> int:
     """Bytes that a buffer holds on a GPU that runs the kernels; ``backend``: the user's wish.
+
+    ``training``: with what the backward kernel needs, where the wheel holds one.
 
     Raises BackendRefusedError where the fused backend is wished for and no device could serve the request.
     """
-    reasons = why_no_fused_shape(request, variants()) if backend in (None, "fused") else ["not wished for"]
+    held = variants()
+    reasons = why_no_fused_shape(request, held) if backend in (None, "fused") else ["not wished for"]
     if backend == "fused" and reasons:
         raise BackendRefusedError(f"backend 'fused' cannot serve this request: {'; '.join(reasons)}")
-    return kernel_nbytes(request, not reasons)
+    return kernel_nbytes(request, not reasons, training and holds_backward(request, held))
 
 
 def _staging_nbytes(request: Request) -> int:

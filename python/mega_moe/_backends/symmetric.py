@@ -34,6 +34,7 @@ class Shape:
     quantise: bool = False
     home: bool = False
     canaries: bool = False
+    backward: bool = False  # with what the fused backward needs besides
 
     @property
     def num_local_experts(self) -> int:
@@ -52,6 +53,7 @@ class Shape:
             self.quantise,
             self.home,
             self.canaries,
+            self.backward,
         )
 
 

@@ -82,12 +82,37 @@ def _gradients(
 
 def _backward_into(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     *inputs, grad_w1, grad_w2, handle, clamp, needs = call
+    added = _add_in_kernel(dy, inputs, (grad_w1, grad_w2), handle, clamp, needs)
+    if added is not None:
+        return added
     # Wide gradients, so that adding into the buffer is their only rounding.
     wide = torch.promote_types(inputs[3].dtype, torch.float32)
     dx, dtopk, dw1, dw2 = _gradients(dy, inputs, handle, clamp, needs, wide)
     for grad, dw, needed in ((grad_w1, dw1, needs[2]), (grad_w2, dw2, needs[3])):
         if needed:
             grad.add_(dw)
+    return dx, dtopk
+
+
+def _add_in_kernel(
+    dy: Tensor,
+    inputs: list[Tensor],
+    into: tuple[Tensor, Tensor],
+    handle: int,
+    clamp: float | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor] | None:
+    executor = registry.get(handle)
+    if not isinstance(executor, registry.Accumulator):
+        return None
+    need = (needs[0], needs[1], needs[2], needs[3])
+    with torch.no_grad(), _plain(dy.device):
+        x, idx, weights, w1, w2 = inputs
+        got = executor.backward_into(dy, x, idx, weights, w1, w2, clamp, need, into)
+    if got is None:
+        return None
+    CALLS["backward"] += 1
+    dx, dtopk = (dy.new_empty(0) if g is None else g for g in got)
     return dx, dtopk
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,26 @@ class Executor(Protocol):
         needs: tuple[bool, bool, bool, bool],
         dw_dtype: torch.dtype,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+
+
+@runtime_checkable
+class Accumulator(Protocol):
+    """An executor that may add weight gradients into given buffers itself."""
+
+    def backward_into(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        needs: tuple[bool, bool, bool, bool],
+        into: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor | None, Tensor | None] | None:
+        """-> gradients of x and of the routing weights; None where it cannot, and has done nothing."""
+        ...
 
 
 _handles = itertools.count(1)

@@ -1,0 +1,96 @@
+"""The fused backward of one rank: one launch for every gradient of the layer."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._backends.summary import Routing, routing_of
+from mega_moe._ops import library
+
+
+class Gradients(NamedTuple):
+    """What a launch gave; None for what nobody wanted."""
+
+    dx: Tensor | None  # [T, H] bf16
+    dtopk: Tensor | None  # [T, K] fp32
+    dw_gate_up: Tensor | None  # as the weights, bf16 or fp32
+    dw_down: Tensor | None
+
+
+class KernelBackward:
+    """The fused backward kernel on the memory of ``kernels``. Launches never wait for the device."""
+
+    def __init__(self, kernels: KernelRank) -> None:
+        self._kernels = kernels
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None = None,
+        *,
+        needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
+        dw_dtype: torch.dtype = torch.bfloat16,
+        into: tuple[Tensor | None, Tensor | None] | None = None,
+        delay_seed: int = 0,
+        trace: Tensor | None = None,
+    ) -> tuple[Gradients, Routing]:
+        """-> gradients and the routing of the call, both on the current stream.
+
+        Inputs as `KernelForward.forward` takes them, and dy as x. ``needs``: of x, topk_weights, w_gate_up, w_down; the
+        first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which the weight
+        gradients that are needed are added; they are then None in the result.
+        """
+        kernels = self._kernels
+        shape = kernels.shape
+        none = torch.empty(0, device=x.device)
+        dx = torch.empty_like(x) if needs[0] else none
+        dtopk = (
+            torch.empty(topk_idx.shape, dtype=torch.float32, device=x.device) if needs[1] else none
+        )
+        made = [
+            none if not needed else torch.empty_like(weight, dtype=dw_dtype) if into is None else buffer
+            for weight, needed, buffer in zip(
+                (w_gate_up, w_down), needs[2:], (None, None) if into is None else into, strict=True
+            )
+        ]
+        summary = kernels.new_summary()
+        kernels.call(
+            lambda: library.require().moe_backward(
+                x,
+                dy,
+                topk_idx,
+                topk_weights,
+                w_gate_up,
+                w_down,
+                dx,
+                dtopk,
+                *made,
+                summary,
+                *kernels.addresses,
+                shape.max_tokens,
+                shape.num_experts,
+                shape.pool_rows,
+                shape.canaries,
+                kernels.rank,
+                kernels.num_sms,
+                *kernels.limits_ns,
+                math.inf if clamp is None else clamp,
+                into is not None,
+                delay_seed,
+                0 if trace is None else trace.data_ptr(),
+                0 if trace is None else trace.numel() * trace.element_size(),
+            )
+        )
+        given = [gradient if needed and into is None else None for gradient, needed in zip(made, needs[2:])]
+        got = Gradients(dx if needs[0] else None, dtopk if needs[1] else None, *given)
+        return got, routing_of(summary, shape.num_ranks, shape.num_local_experts)
