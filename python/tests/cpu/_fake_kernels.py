@@ -42,6 +42,7 @@ class FakeKernels:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
+        self.needs: list[tuple[bool, ...]] = []  # of the backwards
         self.synchronized = 0
         self.capturing = False
         self._ordering = False
@@ -87,6 +88,7 @@ class FakeKernels:
         num_experts: int,
         pool_rows: int,
         canaries: bool,
+        backward: bool,
         rank: int,
         num_sms: int,
         arrival_ns: int,
@@ -118,6 +120,71 @@ class FakeKernels:
         if wrong.any():
             y.fill_(float("nan"))
 
+    def moe_backward(
+        self,
+        x: Tensor,
+        dy: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        dx: Tensor,
+        dtopk: Tensor,
+        dw_gate_up: Tensor,
+        dw_down: Tensor,
+        summary: Tensor,
+        buffers: list[int],
+        workspace: int,
+        record: int,
+        max_tokens: int,
+        num_experts: int,
+        pool_rows: int,
+        canaries: bool,
+        rank: int,
+        num_sms: int,
+        arrival_ns: int,
+        progress_ns: int,
+        clamp: float,
+        accumulate: bool,
+        delay_seed: int,
+        trace: int,
+        trace_bytes: int,
+    ) -> None:
+        results = (dx, dtopk, dw_gate_up, dw_down)
+        # An empty tensor of one dimension: nobody wants it.
+        needs = tuple(t.dim() > 1 for t in results)
+        for tensor in (x, dy, topk_idx, topk_weights, w_gate_up, w_down, *results):
+            assert tensor.is_contiguous()
+            assert tensor.data_ptr() % 16 == 0
+        assert len({t.dtype for t, needed in zip(results[2:], needs[2:]) if needed}) <= 1
+        assert dtopk.dtype == torch.float32
+        self._launched(
+            Launch(
+                "backward into" if accumulate else "backward", len(x), self._ordering, clamp, num_sms, delay_seed
+            ),
+            record,
+        )
+        self.needs.append(needs)
+        summary.zero_()
+        request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
+        plain = PlainExecutor(
+            request, ReferenceArithmetic("bf16"), TorchStager(num_experts), LocalControl(), LocalTransport()
+        )
+        got = plain.backward(
+            dy,
+            x,
+            topk_idx,
+            topk_weights.float(),
+            w_gate_up,
+            w_down,
+            None if clamp == float("inf") else clamp,
+            needs,  # type: ignore[arg-type]
+            torch.float32 if accumulate else next((t.dtype for t in results[2:] if t.dim() > 1), x.dtype),
+        )
+        for at, (result, value) in enumerate(zip(results, got, strict=True)):
+            if value is not None and needs[at]:
+                (result.add_ if accumulate and at >= 2 else result.copy_)(value)
+
     def _launched(self, launch: Launch, record: int) -> None:
         self.launches.append(launch)
         if self._reports:
@@ -137,15 +204,18 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def faked_kernels() -> Iterator[FakeKernels]:
-    """`MoEBuffer(device="cpu", backend="fused")` works, and everything that it launches is noted."""
+def faked_kernels(backward: bool = False) -> Iterator[FakeKernels]:
+    """`MoEBuffer(device="cpu", backend="fused")` works, and everything that it launches is noted.
+
+    ``backward``: the library has a kernel for it.
+    """
     fake = FakeKernels()
 
     def synchronize(device: Any = None) -> None:
         fake.synchronized += 1
 
     def decide(request: Request, facts: Any, named: str | None = None) -> tuple[Verdict, ...]:
-        return (Verdict("fused", note=NOTE), Verdict("grouped"), Verdict("reference"))
+        return (Verdict("fused", note=None if backward else NOTE), Verdict("grouped"), Verdict("reference"))
 
     def of_group(
         nbytes: int, device: torch.device, group: Any, control: Control
@@ -176,4 +246,10 @@ def faked_kernels() -> Iterator[FakeKernels]:
 @pytest.fixture
 def fake_kernels() -> Iterator[FakeKernels]:
     with faked_kernels() as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake_both() -> Iterator[FakeKernels]:
+    with faked_kernels(backward=True) as fake:
         yield fake
