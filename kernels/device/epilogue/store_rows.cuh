@@ -23,8 +23,8 @@ __device__ __forceinline__ void stage_block(const float* d, std::uint32_t buffer
     }
 }
 
-// The same of values that are bf16 already: `words` hold columns 8 i + 2 (lane % 4) and + 1, of row lane / 4 in the
-// even ones and of row + 8 in the odd ones.
+// The same of values that are bf16 already: `words` hold columns 8 i + 2 (lane % 4) and + 1, of row lane / 4
+// in the even ones and of row + 8 in the odd ones.
 __device__ __forceinline__ void stage_words(const std::uint32_t* words, std::uint32_t buffer, int lane) {
     const int row = lane % 16;
 #pragma unroll
@@ -35,10 +35,11 @@ __device__ __forceinline__ void stage_words(const std::uint32_t* words, std::uin
     }
 }
 
-// By one warp, once its buffer is free again: what `stage` leaves there, as the map's box of 16 x 64 at (column, row).
+// By one warp, once its buffer is free again: what `stage` leaves there, as the map's box of 16 x 64 at
+// (column, row).
 template <class Stage>
-__device__ __forceinline__ void store_block(const Stage& stage, const void* map, std::uint32_t buffer, int column,
-                                            int row, int lane) {
+__device__ __forceinline__ void store_block(const Stage& stage, const void* map, std::uint32_t buffer,
+                                            int column, int row, int lane) {
     if (lane == 0) ptx::bulk_wait_read<0>();
     __syncwarp();
     stage();
@@ -56,7 +57,8 @@ __device__ __forceinline__ void store_rows(const float* d, const void* map, std:
                                            int row, int lane) {
 #pragma unroll
     for (int block = 0; block < Blocks; ++block)
-        store_block([&] { stage_block(d + 32 * block, buffer, lane); }, map, buffer, column + block * 64, row, lane);
+        store_block([&] { stage_block(d + 32 * block, buffer, lane); }, map, buffer, column + block * 64, row,
+                    lane);
 }
 
 }  // namespace mega_moe::device

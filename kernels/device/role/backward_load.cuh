@@ -131,7 +131,8 @@ class BackwardLoader {
     __device__ __forceinline__ void load_gradient(const BackwardTile& t, const TensorMap* rows,
                                                   const TensorMap* columns) {
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
-            const std::uint32_t full = open_stage(C::kStageBytes);
+            const std::uint32_t full = open_stage(t.rows > 0 ? C::kStageBytes : 0);
+            if (t.rows == 0) continue;
             const int pool_row = t.pool_row + k_block * C::kBlockK;
             ptx::tma_load(shared.a(stage_.at), rows, full, 0, pool_row, t.row / 64);
             ptx::tma_multicast(shared.b(stage_.at) + cta_ * (C::kBytesB / 2), columns, full, kBoth, 0,

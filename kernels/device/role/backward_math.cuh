@@ -52,7 +52,6 @@ class BackwardMath {
 
     template <Major A, Major B, int Count>
     __device__ __forceinline__ void multiply(float (&d)[Count], int k_blocks, bool any_rows) {
-        if (k_blocks == 0) return;
         unpublished_.wait(shared.full(stage_.at), stage_.parity, lane());
         const int last =
             multiply_tile<C, A, B>(d, shared, stage_, k_blocks, a_offset(), any_rows, unpublished_, lane());
@@ -83,13 +82,6 @@ class BackwardMath {
                 up[i] = ptx::convert_bf16x2(z[64 + 2 * i], z[64 + 2 * i + 1]);
             }
         }
-        float dh[64];
-#pragma unroll
-        for (int i = 0; i < 64; ++i)
-            dh[i] = 0.0f;
-        multiply<Major::kK, Major::kMn>(dh, t.k_blocks, any_rows);
-        if (!any_rows) return;
-        tracer.end(TraceKind::kDz, t.chunk, t.expert, t.column);
         float weight[2];
         std::uint32_t mask[2];
         float dw[2] = {};
@@ -102,6 +94,13 @@ class BackwardMath {
                 weight[i] = __uint_as_float(
                     static_cast<std::uint32_t>(ptx::load_relaxed_gpu(p.route.slots + t.slot + row) >> 32));
         }
+        float dh[64];
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+            dh[i] = 0.0f;
+        multiply<Major::kK, Major::kMn>(dh, t.k_blocks, any_rows);
+        if (!any_rows) return;
+        tracer.end(TraceKind::kDz, t.chunk, t.expert, t.column);
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
             std::uint32_t h[16];
@@ -155,7 +154,7 @@ class BackwardMath {
 #pragma unroll
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
-        multiply<Major::kMn, Major::kMn>(d, t.k_blocks, true);
+        multiply<Major::kMn, Major::kMn>(d, t.k_blocks, t.rows > 0);
         tracer.end(TraceKind::kGradient, t.chunk, t.expert, t.column);
         store_gradient(p, t, d, warp_row_, buffer_, lane());
         __syncwarp();

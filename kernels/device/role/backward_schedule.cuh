@@ -177,7 +177,9 @@ class GradientTilesOfRank {
         const layout::GradientTile tile = layout::gradient_tile(p.gradients, index(), cta);
         BackwardTile t{};
         t.kind = tile.down ? kDownGradient : kGateUpGradient;
-        t.k_blocks = layout::ceil_div(run_.rows, layout::kRowBlock);
+        // An expert without rows has one empty stage: it is by their stages that the CTAs of a cluster keep
+        // together, and that the first does not send more tickets than the second has room for.
+        t.k_blocks = max(layout::ceil_div(run_.rows, layout::kRowBlock), 1);
         t.slot = place_.first_slot + run_.first_row;
         t.pool_row = t.slot + place_.row_of_slot;
         t.rows = run_.rows;

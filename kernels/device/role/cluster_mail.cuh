@@ -15,7 +15,8 @@ class ClusterMail {
     __device__ __forceinline__ explicit ClusterMail(const LayerShared<C>& shared) : shared_(shared) {}
 
     __device__ __forceinline__ void send(std::uint32_t word) {
-        if (ptx::lane_id() == 0) ptx::send_shared_at(shared_.letter(mail_.at), shared_.mail(mail_.at), 1, word);
+        if (ptx::lane_id() == 0)
+            ptx::send_shared_at(shared_.letter(mail_.at), shared_.mail(mail_.at), 1, word);
         mail_.next();
     }
     __device__ __forceinline__ std::uint32_t receive() {

@@ -2,10 +2,10 @@
 #include <cstdint>
 
 #include "device/comm/wait.cuh"
+#include "device/pipe/trace.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/global_memory.cuh"
-#include "device/pipe/trace.cuh"
 #include "device/role/layer_rows.cuh"
 #include "device/role/layer_shared.cuh"
 
@@ -114,8 +114,8 @@ class Puller {
             ptx::mbarrier_wait(shared.pulled(landing_.at), landing_.parity);
             if (lane() < piece.of.rows) {
                 const std::int64_t row = piece.of.slot + view.row_of_slot;
-                ptx::bulk_store(p.moved[piece.moved].pool + row * row_bytes + piece.offset, shared.pull_buffer(landing_.at),
-                                static_cast<std::uint32_t>(piece.bytes));
+                ptx::bulk_store(p.moved[piece.moved].pool + row * row_bytes + piece.offset,
+                                shared.pull_buffer(landing_.at), static_cast<std::uint32_t>(piece.bytes));
             }
             ptx::bulk_commit();
             landing_.next();

@@ -100,8 +100,8 @@ class TokensInOrder {
 // moving a token once, and the first experts' rows should come first.
 class SlotsInOrder {
   public:
-    __device__ __forceinline__ SlotsInOrder(const LayerParams& p, const ChunkView& view, int chunk,
-                                            int first, int step)
+    __device__ __forceinline__ SlotsInOrder(const LayerParams& p, const ChunkView& view, int chunk, int first,
+                                            int step)
         : r_(p.route),
           rows_(p.route.expert_rows, (chunk + 1) * p.route.num_local),
           end_(view.rows),

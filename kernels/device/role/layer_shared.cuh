@@ -11,8 +11,8 @@
 
 namespace mega_moe::device {
 
-// Compile-time facts of a layer's kernel. Each of two math warpgroups takes half of the rows of every tile. The
-// scheduler is `Ring` tiles ahead at most; `Moved` tensors travel to the experts.
+// Compile-time facts of a layer's kernel. Each of two math warpgroups takes half of the rows of every tile.
+// The scheduler is `Ring` tiles ahead at most; `Moved` tensors travel to the experts.
 template <int Stages, bool Trace, int Ring, int Moved, int CommRegisters, int MathRegisters>
 struct LayerConfig {
     static constexpr int kStages = Stages;

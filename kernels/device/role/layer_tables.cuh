@@ -36,8 +36,8 @@ __device__ __forceinline__ bool prepare_tables(const LayerParams& p, const Layer
     return shared.state()[0] != 0 && shared.state()[1] != 0;
 }
 
-// All threads: the result becomes NaN, since the call gave none. All of it by every CTA that knows: others may
-// have left before the fault, and whoever still writes sums does this after them.
+// All threads: the result becomes NaN, since the call gave none. All of it by every CTA that knows: others
+// may have left before the fault, and whoever still writes sums does this after them.
 template <class C>
 __device__ __forceinline__ void poison(std::byte* out, std::int64_t bytes) {
     for (std::int64_t i = ptx::thread_id(); i < bytes / 16; i += C::kThreads)
