@@ -4,10 +4,10 @@
 #include "layout/host_device.h"
 #include "layout/pools.h"
 
-// Tiles of the weights' gradients: dW = sum over an expert's rows. Each cluster tile is two neighbouring blocks of
-// 128 rows of dW, one for each CTA, x 256 columns. An expert's rows are summed in parts: those of one chunk, and of
-// a chunk at most kPartRows at a time, so that one expert with most of the rows still keeps every cluster busy. The
-// parts of a tile are added in this order, each after the one before it, in fp32.
+// Tiles of the weights' gradients: dW = sum over an expert's rows. Each cluster tile is two neighbouring
+// blocks of 128 rows of dW, one for each CTA, x 256 columns. An expert's rows are summed in parts: those of
+// one chunk, and of a chunk at most kPartRows at a time, so that one expert with most of the rows still keeps
+// every cluster busy. The parts of a tile are added in this order, each after the one before it, in fp32.
 namespace mega_moe::layout {
 
 inline constexpr int kPartRows = 16384;
@@ -20,8 +20,8 @@ MEGA_MOE_LAW int num_parts(int rows) {
     return (rows + kPartRows - 1) / kPartRows;
 }
 
-// Which gradients are wanted, and their tiles for one expert: dw_gate_up [2 * intermediate, hidden] first, then
-// dw_down [hidden, intermediate], whose last column of tiles may be half empty.
+// Which gradients are wanted, and their tiles for one expert: dw_gate_up [2 * intermediate, hidden] first,
+// then dw_down [hidden, intermediate], whose last column of tiles may be half empty.
 struct GradientTiles {
     int hidden;
     int intermediate;
@@ -70,8 +70,8 @@ struct GradientRun {
     int tiles;  // 0: there is no further run
 };
 
-// Parts in the order of their units, so that experts are taken in the order in which they are finished. A tile waits
-// for rows that were told, and for the part before its own, whose tickets are lower.
+// Parts in the order of their units, so that experts are taken in the order in which they are finished. A
+// tile waits for rows that were told, and for the part before its own, whose tickets are lower.
 //   Rows: int operator()(int unit), rows of the unit. All CTAs of a rank walk alike.
 class GradientWalk {
   public:
@@ -159,9 +159,11 @@ MEGA_MOE_LAW std::int64_t all_gradient_tiles(std::int64_t hidden, std::int64_t i
 
 // --- counters of the backward, after those of both directions
 // ------------------------------------------------------------------------
-//   gradients_done  [max_chunks]: warps that are through with their part of a tile of the chunk's units that have
+//   gradients_done  [max_chunks]: warps that are through with their part of a tile of the chunk's units that
+//   have
 //                   rows
-//   turns           [num_local][all_gradient_tiles]: warps that stored a part of the tile; without several parts
+//   turns           [num_local][all_gradient_tiles]: warps that stored a part of the tile; without several
+//   parts
 //                   none
 MEGA_MOE_LAW std::int64_t counter_of_gradients_done(std::int64_t max_slots, std::int64_t max_chunks) {
     return (num_counters(max_slots, max_chunks) + kCounterLine - 1) / kCounterLine * kCounterLine;

@@ -65,11 +65,12 @@ enum WorkspacePart {
     kCounters,     // uint32: layout/pools.h
     kXPool,        // bf16 [pools][pool_rows, hidden]: rows of x by slot
     kHPool,        // bf16 [pools][pool_rows, intermediate]: weighted activations
-    kOPool,        // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
-    kDyPool,       // bf16 [pools][pool_rows, hidden]: rows of dy by slot
-    kDzPool,       // bf16 [pools][pool_rows, 2 * intermediate]: gradients of gate and up
-    kDtopkPool,    // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
-    kPartials,     // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their sums
+    kOPool,   // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
+    kDyPool,  // bf16 [pools][pool_rows, hidden]: rows of dy by slot
+    kDzPool,  // bf16 [pools][pool_rows, 2 * intermediate]: gradients of gate and up
+    kDtopkPool,  // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
+    kPartials,   // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their
+                 // sums
     kWorkspaceParts
 };
 

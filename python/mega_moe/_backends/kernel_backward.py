@@ -54,9 +54,7 @@ class KernelBackward:
         shape = kernels.shape
         none = torch.empty(0, device=x.device)
         dx = torch.empty_like(x) if needs[0] else none
-        dtopk = (
-            torch.empty(topk_idx.shape, dtype=torch.float32, device=x.device) if needs[1] else none
-        )
+        dtopk = torch.empty(topk_idx.shape, dtype=torch.float32, device=x.device) if needs[1] else none
         made = [
             none if not needed else torch.empty_like(weight, dtype=dw_dtype) if into is None else buffer
             for weight, needed, buffer in zip(

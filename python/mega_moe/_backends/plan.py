@@ -135,7 +135,9 @@ def build_kernels(
     fused = explanation.chosen == "fused"
     # A note says that something else serves the backward.
     backward = fused and explanation.verdict("fused").note is None
-    return build_kernel_rank(request, fused, backward, num_sms, device, control, group, progress_timeout), None
+    return build_kernel_rank(
+        request, fused, backward, num_sms, device, control, group, progress_timeout
+    ), None
 
 
 def build_router(request: Request, control: Control, kernels: KernelRank | None) -> Router:

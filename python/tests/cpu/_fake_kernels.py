@@ -160,7 +160,12 @@ class FakeKernels:
         assert dtopk.dtype == torch.float32
         self._launched(
             Launch(
-                "backward into" if accumulate else "backward", len(x), self._ordering, clamp, num_sms, delay_seed
+                "backward into" if accumulate else "backward",
+                len(x),
+                self._ordering,
+                clamp,
+                num_sms,
+                delay_seed,
             ),
             record,
         )

@@ -104,6 +104,15 @@ def test_bounds_of_the_two_models(hidden: int, intermediate: int, limit: int) ->
 
 
 @pytest.mark.usefixtures("wheel")
+@pytest.mark.parametrize(("hidden", "intermediate", "limit"), [(2048, 768, 4.5), (4096, 1536, 9)])
+def test_bounds_of_training(hidden: int, intermediate: int, limit: float) -> None:
+    nbytes = MoEBuffer.nbytes(**sizes(hidden=hidden, intermediate=intermediate))
+    assert nbytes <= limit * GIB
+    # x, dy and dx by slot, gate and up of dz, and h.
+    assert nbytes > 2 * pool_rows(request()) * 2 * (3 * hidden + 3 * intermediate)
+
+
+@pytest.mark.usefixtures("wheel")
 def test_the_documented_bytes() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "backends.md").read_text()
     for name, hidden, inner in (("30B", 2048, 768), ("235B", 4096, 1536)):

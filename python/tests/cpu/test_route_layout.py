@@ -105,6 +105,7 @@ def call(ops: Any, **changes: Any) -> None:
         quantise=False,
         home=False,
         canaries=False,
+        backward=False,
         rank=0,
         num_sms=0,
         arrival_ns=1,

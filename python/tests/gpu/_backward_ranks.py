@@ -1,0 +1,75 @@
+"""The fused backward of ranks that one process plays on one GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.kernel_backward import Gradients, KernelBackward
+from mega_moe._backends.symmetric import Shape
+
+from ._forward import Layer
+from ._forward_ranks import ForwardRanks, shape_of
+
+
+class BackwardRanks(ForwardRanks):
+    """Both directions; all memory but the state starts as NaN."""
+
+    def __init__(self, device: torch.device, shape: Shape, **options: Any) -> None:
+        super().__init__(device, shape, **options)
+        self.backwards = [KernelBackward(kernels) for kernels in self.kernels]
+
+    def start_backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
+        """One call of every rank, from the last to the first, each on its stream; waits for nothing.
+
+        ``into``: a pair of buffers for each rank.
+        """
+        into = options.pop("into", None)
+        results: dict[int, Gradients] = {}
+        for rank in reversed(range(layer.num_ranks)):
+            with self.on(rank):
+                results[rank], _ = self.backwards[rank].backward(
+                    dy[rank],
+                    layer.x[rank],
+                    layer.ids[rank],
+                    layer.weights[rank],
+                    *layer.experts(rank),
+                    layer.clamp,
+                    into=None if into is None else into[rank],
+                    **options,
+                )
+        return [results[rank] for rank in range(layer.num_ranks)]
+
+    def backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
+        self.have_room_for_gradients(layer, options.get("dw_dtype", torch.bfloat16))
+        results = self.start_backward(layer, dy, **options)
+        self.synchronize()
+        return results
+
+    def have_room_for_gradients(self, layer: Layer, dw_dtype: torch.dtype) -> None:
+        """As `have_room`: an allocation between the launches could wait for one that waits."""
+        for rank in range(layer.num_ranks):
+            with self.on(rank):
+                spare = [torch.empty_like(weight, dtype=dw_dtype) for weight in layer.experts(rank)]
+                spare += [torch.empty_like(layer.x[rank]) for _ in range(2)]
+                spare += [torch.empty(1 << 18, device=self.device) for _ in range(4)]
+            del spare
+        self.synchronize()
+
+
+def new_backward_ranks(
+    device: torch.device,
+    layer: Layer,
+    *,
+    max_tokens: int | None = None,
+    pool_rows: int = 0,
+    num_sms: int | None = None,
+    limit: float = 5.0,
+) -> BackwardRanks:
+    """Ranks on a buffer that just holds ``layer`` in both directions."""
+    shape = dataclasses.replace(shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows), backward=True)
+    return BackwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)
