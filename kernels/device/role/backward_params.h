@@ -53,5 +53,6 @@ struct BackwardParams : LayerParams {
     bool gradients_are_fp32;
     bool accumulate;                  // add to what `out` of the weights' gradients holds
 };
+static_assert(sizeof(BackwardParams) <= 4096, "parameters of a kernel");
 
 }  // namespace mega_moe::device

@@ -88,7 +88,7 @@ class FusedExecutor:
         needs: tuple[bool, bool, bool, bool],
         into: tuple[Tensor, Tensor],
     ) -> tuple[Tensor | None, Tensor | None] | None:
-        """Adds the weights' gradients into buffers in the kernel -> dx, dtopk. None: it cannot, and nothing was done."""
+        """Adds the weights' gradients into buffers in the kernel -> dx, dtopk; None where it cannot."""
         wanted = [buffer for buffer, needed in zip(into, needs[2:]) if needed]
         if self._kernel_backward is None or not _can_add(wanted):
             return None
@@ -111,7 +111,12 @@ class FusedExecutor:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         assert self._kernel_backward is not None
         got, _ = self._kernel_backward.backward(
-            *(_dense(value) for value in (dy, x, topk_idx, topk_weights, w_gate_up, w_down)),
+            _dense(dy),
+            _dense(x),
+            _dense(topk_idx),
+            _dense(topk_weights),
+            _dense(w_gate_up),
+            _dense(w_down),
             clamp,
             needs=needs,
             dw_dtype=dw_dtype,

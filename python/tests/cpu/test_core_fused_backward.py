@@ -1,4 +1,4 @@
-"""The fused backend with a backward kernel, which a fake stands in for: what is launched, what is asked, what comes back."""
+"""The fused backend with a backward kernel, which a fake stands in for: launches, and what they ask for."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_gradients_have_the_dtype_of_the_weights(
     x, ids, weights, *experts = problem.inputs
     narrow = weights.bfloat16().requires_grad_()
     mega_moe.moe(x, ids, narrow, *experts, buffer=buffer).backward(problem.dy)
-    assert narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
+    assert narrow.grad is not None
+    assert narrow.grad.dtype == torch.bfloat16
 
 
 def test_a_bad_id_is_raised_by_the_backward_that_was_launched_all_the_same(
