@@ -143,6 +143,7 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);
+    p.route.call = layout::backward_call(problem.needs_dx, problem.needs_dtopk);
     p.needs_dx = problem.needs_dx;
     p.returns_rows = problem.needs_dx;
     p.needs_dtopk = problem.needs_dtopk;

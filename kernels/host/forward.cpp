@@ -67,6 +67,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);
+    p.route.call = layout::kForwardCall;
     p.moved[0] = {static_cast<const std::byte*>(problem.x), workspace + parts[layout::kXPool],
                   symmetric[layout::kStaging] + staging.x};
     p.summed = workspace + parts[layout::kOPool];

@@ -37,6 +37,7 @@ enum class Kind : std::uint64_t {
     kArrival = 3,   // a rank did not launch in time; seen, wanted: launches
     kProgress = 4,  // all had launched, and then something did not come in time
     kAborted = 5,   // another rank gave up; seen: its abort word
+    kMismatch = 6,  // index: rank that calls something else; seen, wanted: its call and the own one
 };
 
 // Not zero. What the rank that gave up was waiting for.

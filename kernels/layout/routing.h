@@ -108,14 +108,24 @@ MEGA_MOE_LAW std::uint64_t encode_resident(std::uint32_t token, std::uint32_t ra
     return std::uint64_t{first} << 32 | encode_source(token, rank, rows - 1);
 }
 
-// What a rank says at the start of a launch.
+// What a rank says at the start of a launch: its number, what the rank calls, whether it refuses, its tokens.
 inline constexpr int kHeaderEpochShift = 24;
+inline constexpr int kHeaderCallShift = 21;
+inline constexpr std::uint64_t kHeaderCallMask = 7;
 inline constexpr std::uint64_t kHeaderRefused = std::uint64_t{1} << 20;
 inline constexpr std::uint64_t kHeaderTokens = kHeaderRefused - 1;
 
-MEGA_MOE_LAW std::uint64_t encode_header(std::uint64_t epoch, bool refused, std::uint64_t tokens) {
-    return epoch << kHeaderEpochShift | (refused ? kHeaderRefused : 0) |
-           (tokens < kHeaderTokens ? tokens : kHeaderTokens);
+// Ranks of one launch must call alike.
+inline constexpr std::uint32_t kRouteCall = 0;
+inline constexpr std::uint32_t kForwardCall = 1;
+MEGA_MOE_LAW std::uint32_t backward_call(bool needs_dx, bool needs_dtopk) {
+    return 4 | (needs_dx ? 2u : 0u) | (needs_dtopk ? 1u : 0u);
+}
+
+MEGA_MOE_LAW std::uint64_t encode_header(std::uint64_t epoch, std::uint32_t call, bool refused,
+                                         std::uint64_t tokens) {
+    return epoch << kHeaderEpochShift | std::uint64_t{call} << kHeaderCallShift |
+           (refused ? kHeaderRefused : 0) | (tokens < kHeaderTokens ? tokens : kHeaderTokens);
 }
 
 }  // namespace mega_moe::layout

@@ -28,7 +28,7 @@ __device__ __forceinline__ void send_header(const RouteParams& p, std::uint64_t 
     const Endpoint& e = p.endpoint;
     if (threadIdx.x >= static_cast<unsigned>(e.num_ranks)) return;
     const std::uint64_t header =
-        layout::encode_header(epoch, p.refuse, static_cast<std::uint64_t>(p.num_tokens));
+        layout::encode_header(epoch, p.call, p.refuse, static_cast<std::uint64_t>(p.num_tokens));
     ptx::store_relaxed_sys(
         e.at<std::uint64_t>(threadIdx.x, p.headers) + epoch % 2 * static_cast<unsigned>(e.num_ranks) + e.rank,
         header);
@@ -108,7 +108,13 @@ __device__ __forceinline__ void await_headers(const RouteParams& p, RouteState& 
         write_record(e, epoch,
                      {Role::kHeader, Kind::kRefused, static_cast<std::uint64_t>(peer), tokens,
                       static_cast<std::uint64_t>(p.max_tokens)});
-    const bool lost = ptx::any(!met);
+    // What ranks that call differently exchange would mean something else to each.
+    const auto call =
+        static_cast<std::uint32_t>(header >> layout::kHeaderCallShift & layout::kHeaderCallMask);
+    const bool differs = peer < e.num_ranks && met && !refused && !p.refuse && call != p.call;
+    if (differs)
+        give_up(e, epoch, {Role::kHeader, Kind::kMismatch, static_cast<std::uint64_t>(peer), call, p.call});
+    const bool lost = ptx::any(!met || differs);
     const std::uint32_t refusals = ptx::ballot(refused);
     const std::uint32_t most = ptx::largest(refused ? 0 : tokens);
     if (peer < e.num_ranks) state.tokens[peer] = static_cast<std::int32_t>(tokens);

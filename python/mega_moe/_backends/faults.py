@@ -8,9 +8,10 @@ from typing import NamedTuple
 from mega_moe._base.errors import MegaMoEError, PeerError, RankTimeoutError
 
 RECORD_WORDS = 8
-BAD_ID, REFUSED, ARRIVAL, PROGRESS, ABORTED = 1, 2, 3, 4, 5
+BAD_ID, REFUSED, ARRIVAL, PROGRESS, ABORTED, MISMATCH = 1, 2, 3, 4, 5, 6
 PUBLISH, HEADER, BLOCK_FLAG, GRID_BARRIER = 1, 2, 3, 4
 PULL_SOURCE, TILE_INPUT, PUSH_INPUT, HOME_SUM, CHUNK_FREE, LAST_SUMS = 5, 6, 7, 8, 9, 10
+_BACKWARD = 4  # and what is asked of it
 _U64 = (1 << 64) - 1
 
 
@@ -65,14 +66,28 @@ def decode(words: Sequence[int], limits: Limits) -> Exception:
             f"{head}: waited {limit:g} s ({name} limit) for {_awaited(record.role, record.item, limits)}; "
             f"seen {record.seen}, wanted {record.wanted}"
         )
+    if record.kind == MISMATCH:
+        return PeerError(
+            f"{head}: rank {record.item} called {_call(record.seen)}, this one {_call(record.wanted)}"
+        )
     if record.kind == ABORTED:
         word = record.seen & _U64
         other, kind, role, index = (word & 0xFF) - 1, word >> 8 & 0xFF, word >> 16 & 0xFF, word >> 32
+        if kind == MISMATCH:
+            return PeerError(f"{head} ended since rank {other} found that rank {index} called something else")
         name = "arrival" if kind == ARRIVAL else "progress"
         return PeerError(
             f"{head} ended since rank {other} gave up waiting ({name} limit) for {_awaited(role, index, limits)}"
         )
     return MegaMoEError(f"{head}: record {tuple(record)} is of an unknown kind")
+
+
+def _call(call: int) -> str:
+    """What a rank says that a launch is."""
+    if call < _BACKWARD:
+        return {0: "route", 1: "the forward"}.get(call, f"call {call}")
+    wanted = [name for bit, name in ((2, "x"), (1, "topk_weights")) if call & bit]
+    return f"the backward with gradients of {' and '.join(wanted) or 'the weights alone'}"
 
 
 def _phase(role: int) -> str:

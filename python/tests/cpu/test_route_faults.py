@@ -146,3 +146,24 @@ def test_numbers_are_those_of_the_kernels() -> None:
             waiting = [number for name, number in numbers.items() if name != "kPublish"]
             for role in waiting:
                 assert f"role {role}" not in str(decode(record(role, faults.PROGRESS, 1, 2, 3), LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "text"),
+    [
+        (1, 0, "rank 2 called the forward, this one route"),
+        (1, 7, "called the forward, this one the backward with gradients of x and topk_weights"),
+        (6, 5, "the backward with gradients of x, this one the backward with gradients of topk_weights"),
+        (4, 1, "the backward with gradients of the weights alone, this one the forward"),
+    ],
+)
+def test_ranks_that_call_differently(theirs: int, ours: int, text: str) -> None:
+    words = record(faults.HEADER, faults.MISMATCH, 2, theirs, ours)
+    got = decode(words, LIMITS)
+    assert isinstance(got, PeerError)
+    assert text in str(got)
+    assert is_fatal(Record(*words))
+    told = record(
+        faults.HEADER, faults.ABORTED, 2, 1 | faults.MISMATCH << 8 | faults.HEADER << 16 | 2 << 32, 0
+    )
+    assert "since rank 0 found that rank 2 called something else" in str(decode(told, LIMITS))
