@@ -25,7 +25,7 @@ class BackwardLoader {
             if (t.kind == kEnd) return;
             // What the scheduler has seen of the inputs is read by copies.
             ptx::fence_proxy_async_global();
-            tracer.end(wait_kind(t.kind), t.chunk, t.expert, t.column);
+            tracer.end(wait_kind(t.kind), t.chunk, t.expert, trace_index(t, 0));
             if (t.kind == kDzTile) {
                 load_gate_up(t);
                 load_da(t);
@@ -36,7 +36,7 @@ class BackwardLoader {
             } else {
                 load_gradient(t, &p.dy_blocks, &p.h_blocks);
             }
-            tracer.end(load_kind(t.kind), t.chunk, t.expert, t.column);
+            tracer.end(load_kind(t.kind), t.chunk, t.expert, trace_index(t, 0));
         }
     }
 

@@ -100,7 +100,7 @@ class BackwardMath {
             dh[i] = 0.0f;
         multiply<Major::kK, Major::kMn>(dh, t.k_blocks, any_rows);
         if (!any_rows) return;
-        tracer.end(TraceKind::kDz, t.chunk, t.expert, t.column);
+        tracer.end(TraceKind::kDz, t.chunk, t.expert, trace_index(t, first_row_));
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
             std::uint32_t h[16];
@@ -128,7 +128,7 @@ class BackwardMath {
         }
         __syncwarp();
         publish_later(p.counters + p.zd_done + (t.slot + first_row_) / layout::kRowBlock);
-        tracer.end(TraceKind::kStoreDz, t.chunk, t.expert, t.column);
+        tracer.end(TraceKind::kStoreDz, t.chunk, t.expert, trace_index(t, first_row_));
     }
     __device__ __forceinline__ void store_words(const std::uint32_t* words, const TensorMap* map, int column,
                                                 int row) {
@@ -143,10 +143,10 @@ class BackwardMath {
             d[i] = 0.0f;
         multiply<Major::kK, Major::kMn>(d, t.k_blocks, any_rows);
         if (!any_rows) return;
-        tracer.end(TraceKind::kDx, t.chunk, t.expert, t.column);
+        tracer.end(TraceKind::kDx, t.chunk, t.expert, trace_index(t, first_row_));
         store_rows<4>(d, &p.dx_store, buffer_, t.column, t.pool_row + warp_row_, lane());
         publish_later(p.counters + p.dx_done + (t.slot + first_row_) / layout::kRowBlock);
-        tracer.end(TraceKind::kStoreDx, t.chunk, t.expert, t.column);
+        tracer.end(TraceKind::kStoreDx, t.chunk, t.expert, trace_index(t, first_row_));
     }
 
     __device__ __forceinline__ void gradient(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
@@ -155,14 +155,14 @@ class BackwardMath {
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
         multiply<Major::kMn, Major::kMn>(d, t.k_blocks, t.rows > 0);
-        tracer.end(TraceKind::kGradient, t.chunk, t.expert, t.column);
+        tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row_));
         store_gradient(p, t, d, warp_row_, buffer_, lane());
         __syncwarp();
         // The turn is counted at once: the next part of the tile may be waiting for it.
         publish_later((t.flags & kCountTurn) != 0 ? p.counters + p.turns + t.turn : nullptr);
         unpublished_.second =
             (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr;
-        tracer.end(TraceKind::kStoreGradient, t.chunk, t.expert, t.column);
+        tracer.end(TraceKind::kStoreGradient, t.chunk, t.expert, trace_index(t, first_row_));
     }
 
     const BackwardParams& p;

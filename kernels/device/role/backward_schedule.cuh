@@ -51,6 +51,13 @@ struct BackwardTile {
     std::int32_t flags;    // gradients: GradientFlag
 };
 
+// How a trace numbers the tiles: block of rows in the low 16 bits, of 128 columns in the next 8. A gradient's
+// rows are those of the weight.
+__device__ __forceinline__ int trace_index(const BackwardTile& t, int first_row) {
+    const bool gradient = t.kind == kGateUpGradient || t.kind == kDownGradient;
+    return (gradient ? t.row / 128 : (t.slot + first_row) / layout::kRowBlock) | t.column / 128 << 16;
+}
+
 // Where the units of the tiles lie.
 struct UnitPlace {
     int unit = -1;

@@ -67,6 +67,18 @@ _TABLE = (
     Kind(15, "home sum", "home sum", State.COPY, Index.ENTRY),
     Kind(16, "routing", "routing", State.SETUP),
     Kind(17, "staging", "staging", State.SETUP),
+    Kind(18, "wait for dz inputs", "dz", State.WAIT, Index.TILE),
+    Kind(19, "wait for dx inputs", "dx", State.WAIT, Index.TILE),
+    Kind(20, "wait for gradient inputs", "gradient", State.WAIT, Index.TILE),
+    Kind(21, "load dz", "dz", State.COPY, Index.TILE),
+    Kind(22, "load dx", "dx", State.COPY, Index.TILE),
+    Kind(23, "load gradient", "gradient", State.COPY, Index.TILE),
+    Kind(24, "dz", "dz", State.PRODUCTS, Index.TILE),
+    Kind(25, "dx", "dx", State.PRODUCTS, Index.TILE, after=27),
+    Kind(26, "gradient", "gradient", State.PRODUCTS, Index.TILE),
+    Kind(27, "epilogue dz", "dz", State.EPILOGUE, Index.TILE),
+    Kind(28, "epilogue dx", "dx", State.EPILOGUE, Index.TILE),
+    Kind(29, "epilogue gradient", "gradient", State.EPILOGUE, Index.TILE),
 )
 KINDS = {kind.number: kind for kind in _TABLE}
 

@@ -167,21 +167,21 @@ def test_ranks_of_one_device_are_summed_up_together() -> None:
 
 
 def test_a_new_kind_needs_a_row_of_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes = {(0, MATH_0): [(code(18, 0, 1, tile(0, 0)), 0, 500)], (0, LOAD): [(code(16), 0, 1000)]}
+    lanes = {(0, MATH_0): [(code(30, 0, 1, tile(0, 0)), 0, 500)], (0, LOAD): [(code(16), 0, 1000)]}
     assert read([array(lanes)]).malformed == 1
-    monkeypatch.setitem(KINDS, 18, Kind(18, "dx", "dx", State.PRODUCTS, Index.TILE, after=8))
+    monkeypatch.setitem(KINDS, 30, Kind(30, "new", "new", State.PRODUCTS, Index.TILE, after=8))
     got = read([array(lanes)])
     summary = summarise(got)
     assert summary.products is not None
     assert summary.products.busy_percent == pytest.approx(50)
-    assert "dx" in render(summary)
+    assert "new" in render(summary)
     names = [event["name"] for event in trace_chrome.chrome_events(got) if event["ph"] == "X"]
-    assert sorted(names) == ["dx e1 m0 n0", "routing"]
+    assert sorted(names) == ["new e1 m0 n0", "routing"]
     assert "no epilogue gate/up of its rows" in order_faults(got)[0]
 
 
 def test_table_of_kinds_is_sound() -> None:
-    assert [kind.number for kind in KINDS.values()] == list(range(1, 18))
+    assert [kind.number for kind in KINDS.values()] == list(range(1, 30))
     assert all(KINDS[kind.after].index is Index.TILE for kind in KINDS.values() if kind.after)
     assert event_name(KINDS[6], 12, tile(3, 5)) == "gate/up e12 m3 n5"
     assert event_name(KINDS[13], 12, 345) == "push entry 345"
