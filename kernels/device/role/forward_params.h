@@ -8,14 +8,14 @@ namespace mega_moe::device {
 
 // Parameters of the fused forward. Maps name the rows of their boxes; all boxes are 64 columns wide.
 struct ForwardParams : LayerParams {
-    TensorMap x_load;        // x pool, rows of a tile
-    TensorMap x_half_load;   // the same, half of them
-    TensorMap h_load;        // h pool, rows of a tile
-    TensorMap h_half_load;   // the same, half of them
-    TensorMap gate_up_load;  // w_gate_up as [num_local * 2 * intermediate, hidden], 128 rows
-    TensorMap down_load;     // w_down as [num_local * hidden, intermediate], 128 rows
-    TensorMap h_store;       // h pool, 16 rows
-    TensorMap o_store;       // o pool, 16 rows
+    TensorMap x_load;           // x pool, rows of a tile
+    TensorMap x_half_load;      // the same, half of them
+    TensorMap h_load;           // h pool, rows of a tile
+    TensorMap h_half_load;      // the same, half of them
+    TensorMap gate_up_load;     // w_gate_up as [num_local * 2 * intermediate, hidden], 128 rows
+    TensorMap down_load;        // w_down as [num_local * hidden, intermediate], 128 rows
+    TensorMap h_store;          // h pool, 16 rows
+    TensorMap o_store;          // o pool, 16 rows
     std::int64_t gate_up_done;  // first words of the counters by kind
     std::int64_t down_done;
 };
