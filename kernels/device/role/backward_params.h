@@ -9,31 +9,32 @@ namespace mega_moe::device {
 
 // Where the gradient of one weight goes.
 struct GradientTarget {
-    std::byte* out;        // the caller's, bf16 or fp32 [num_local * rows, columns]
-    float* partials;       // first of the expert's sums between parts; see layout::kPartials
-    std::int32_t rows;     // of one expert
+    std::byte* out;     // the caller's, bf16 or fp32 [num_local * rows, columns]
+    float* partials;    // first of the expert's sums between parts; see layout::kPartials
+    std::int32_t rows;  // of one expert
     std::int32_t columns;
 };
 
-// Parameters of the fused backward. Maps with one number name the rows of their boxes, which are 64 columns wide and
-// K-major; maps of blocks have boxes of 64 rows x 64 columns x blocks of 64 columns, which land MN-major.
+// Parameters of the fused backward. Maps with one number name the rows of their boxes, which are 64 columns
+// wide and K-major; maps of blocks have boxes of 64 rows x 64 columns x blocks of 64 columns, which land
+// MN-major.
 struct BackwardParams : LayerParams {
-    TensorMap x_load;         // x pool, rows of a tile
-    TensorMap x_half_load;    // the same, half of them
-    TensorMap dy_load;        // dy pool
+    TensorMap x_load;       // x pool, rows of a tile
+    TensorMap x_half_load;  // the same, half of them
+    TensorMap dy_load;      // dy pool
     TensorMap dy_half_load;
-    TensorMap dz_load;        // dz pool
+    TensorMap dz_load;  // dz pool
     TensorMap dz_half_load;
-    TensorMap gate_up_load;   // w_gate_up as [num_local * 2 * intermediate, hidden], 128 rows
-    TensorMap down_load;      // w_down as [num_local * hidden, intermediate], 64 rows: one block
-    TensorMap gate_up_blocks; // w_gate_up, two blocks
-    TensorMap x_blocks;       // pools, two blocks
+    TensorMap gate_up_load;    // w_gate_up as [num_local * 2 * intermediate, hidden], 128 rows
+    TensorMap down_load;       // w_down as [num_local * hidden, intermediate], 64 rows: one block
+    TensorMap gate_up_blocks;  // w_gate_up, two blocks
+    TensorMap x_blocks;        // pools, two blocks
     TensorMap dy_blocks;
     TensorMap dz_blocks;
     TensorMap h_blocks;
-    TensorMap dz_store;       // dz pool, 16 rows
-    TensorMap h_store;        // h pool, 16 rows
-    TensorMap dx_store;       // dx pool, 16 rows
+    TensorMap dz_store;          // dz pool, 16 rows
+    TensorMap h_store;           // h pool, 16 rows
+    TensorMap dx_store;          // dx pool, 16 rows
     TensorMap dw_gate_up_store;  // bf16 gradients, 16 rows
     TensorMap dw_down_store;
     GradientTarget dw_gate_up;
@@ -49,9 +50,9 @@ struct BackwardParams : LayerParams {
     layout::GradientTiles gradients;  // which are wanted
     bool needs_dx;                    // on all ranks alike, as the next
     bool needs_dtopk;
-    bool has_parts;                   // sums of several parts may come
+    bool has_parts;  // sums of several parts may come
     bool gradients_are_fp32;
-    bool accumulate;                  // add to what `out` of the weights' gradients holds
+    bool accumulate;  // add to what `out` of the weights' gradients holds
 };
 static_assert(sizeof(BackwardParams) <= 4096, "parameters of a kernel");
 
