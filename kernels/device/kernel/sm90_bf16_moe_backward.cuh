@@ -10,7 +10,8 @@
 
 namespace mega_moe::device {
 
-// All threads: every result that was wanted becomes NaN, but for gradients that are added to what the caller has.
+// All threads: every result that was wanted becomes NaN, but for gradients that are added to what the caller
+// has.
 template <class C>
 __device__ __forceinline__ void poison_results(const BackwardParams& p) {
     const std::int64_t tokens = p.route.num_tokens;
@@ -25,8 +26,8 @@ __device__ __forceinline__ void poison_results(const BackwardParams& p) {
     if (p.gradients.down) poison<C>(p.dw_down.out, bytes);
 }
 
-// The backward of the whole layer in one launch: routing, dispatch of x and dy, gate and up anew, dz, dx and its
-// combine, the gradients of the weights and of the routing weights. Launched as the forward is.
+// The backward of the whole layer in one launch: routing, dispatch of x and dy, gate and up anew, dz, dx and
+// its combine, the gradients of the weights and of the routing weights. Launched as the forward is.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_backward(
     const __grid_constant__ BackwardParams p) {

@@ -2,9 +2,9 @@
 #include "device/ptx/register_budget.cuh"
 #include "device/role/forward_load.cuh"
 #include "device/role/forward_math.cuh"
-#include "device/role/layer_pull.cuh"
-#include "device/role/layer_combine.cuh"
 #include "device/role/forward_schedule.cuh"
+#include "device/role/layer_combine.cuh"
+#include "device/role/layer_pull.cuh"
 #include "device/role/layer_tables.cuh"
 
 namespace mega_moe::device {

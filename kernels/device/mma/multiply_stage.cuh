@@ -7,7 +7,8 @@
 
 namespace mega_moe::device {
 
-// d[64, N] += a[64, 64] b[N, 64]^T of one stage, by a warpgroup; left under way. The length of d says which N.
+// d[64, N] += a[64, 64] b[N, 64]^T of one stage, by a warpgroup; left under way. The length of d says which
+// N.
 template <Major A = Major::kK, Major B = Major::kK, int Count>
 __device__ __forceinline__ void multiply_stage(float (&d)[Count], std::uint32_t a, std::uint32_t b) {
     const std::uint64_t rows = operand_descriptor<A>(a);

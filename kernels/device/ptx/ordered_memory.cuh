@@ -110,7 +110,8 @@ __device__ __forceinline__ void add_release_gpu(uint32_t* address, uint32_t v) {
 }
 
 __device__ __forceinline__ void add_relaxed_gpu(float* address, float a, float b) {
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b)
+                 : "memory");
 }
 
 // The rest return what was there.
