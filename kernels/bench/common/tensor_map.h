@@ -1,12 +1,11 @@
 #pragma once
 #include <cstdint>
 
+#include "device/tile/tensor_map.h"
+
 namespace mega_moe::bench {
 
-// The driver's CUtensorMap, in words that device code can take without the driver's header.
-struct alignas(128) TensorMap {
-    unsigned char bytes[128];
-};
+using device::TensorMap;
 
 enum class MapElement { kByte, kBf16 };
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from mega_moe.bench import main
+from mega_moe.bench.forward_ranks import Options
 from mega_moe.bench.shapes import Shape
 from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_events import Trace
 from mega_moe.bench.trace_kinds import KINDS, ROLES, State
-from mega_moe.bench.trace_run import Options, Recorded, record, why_not
+from mega_moe.bench.trace_run import Recorded, record, why_not
 from mega_moe.bench.trace_summary import summarise
 
 CASES = {
