@@ -9,26 +9,24 @@ Tokens are those of all ranks together, so that rows of one shape do the same wo
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mega_moe._ops import library
 from mega_moe.bench.clocks import ClockProbe
-from mega_moe.bench.forward_ranks import ForwardRanks, Options, prepare_process
+from mega_moe.bench.forward_ranks import ForwardRanks, Options, prepare_process, why_not
 from mega_moe.bench.protocols import PROTOCOLS, CudaTimer, measure
 from mega_moe.bench.ranks import Context
+from mega_moe.bench.rows import write_rows
 from mega_moe.bench.schema import Timing
 from mega_moe.bench.shapes import Shape, find_shape, layer_work
-from mega_moe.bench.trace_run import why_not
 
 
 @dataclass(frozen=True)
 class ForwardRow:
-    """One call of all ranks, or why there is none."""
+    """The time of one call of all ranks under one protocol."""
 
     shape: str
     tokens: int
@@ -101,8 +99,7 @@ def main(argv: list[str] | None = None) -> int:
                         print(row, flush=True)
                         rows.append(row)
     if given.json is not None:
-        result = {"device": torch.cuda.get_device_name(device), "build": library.build_record()}
-        given.json.write_text(json.dumps({**result, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_rows(given.json, rows)
     return 0
 
 

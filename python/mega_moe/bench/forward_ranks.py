@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mega_moe._backends import facts
+from mega_moe._backends.decide import decide
 from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.pools import pool_rows
@@ -35,6 +37,16 @@ class Options:
         return Request(
             **self.shape.sizes(), max_tokens_per_rank=self.tokens, num_ranks=self.num_ranks, dtype="bfloat16"
         )
+
+
+def why_not(options: Options, device: torch.device) -> list[str]:
+    """Every reason against the fused forward on this device; empty where it can run."""
+    options.request()  # raises for numbers that no device could serve
+    # Judged as one rank: the others are this process as well.
+    alone = Request(**options.shape.sizes(), max_tokens_per_rank=options.tokens, dtype="bfloat16")
+    verdicts = decide(alone, [facts.collect(device)], "fused")
+    (fused,) = (verdict for verdict in verdicts if verdict.backend == "fused")
+    return list(fused.reasons)
 
 
 def prepare_process() -> None:

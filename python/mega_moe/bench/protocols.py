@@ -6,8 +6,10 @@ a pause. Both rates are true, so both are measured, under their names:
 - **burst**: about 10 ms of work after 0.25 s of idle;
 - **sustained**: at least 0.3 s back to back, after as long a run that is thrown away.
 
-One *window* is a number of calls between two time stamps. Its time is the maximum over the ranks, a measurement is the
-median over the windows. The calls walk through the input sets in turn, so that no call finds its inputs in a cache.
+One *window* is a number of calls between two time stamps; on a GPU the first is taken behind a kernel that runs until
+the host has queued the first call, so that a window holds no time of the host after a pause. Its time is the maximum
+over the ranks, a measurement is the median over the windows. The calls walk through the input sets in turn, so that no
+call finds its inputs in a cache.
 """
 
 from __future__ import annotations

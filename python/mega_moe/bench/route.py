@@ -8,11 +8,10 @@ Ranks that share a GPU have an even part of its SMs and one stream each; a row's
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from mega_moe._backends.kernel_router import KernelRouter
 from mega_moe._backends.symmetric import Shape, of_virtual_ranks, symmetric_layout
 from mega_moe._backends.tables import plain_tables
 from mega_moe._ops import library
+from mega_moe.bench.rows import write_rows
 
 LAUNCHES = 20  # in a graph
 REPEATS = 30
@@ -180,8 +180,7 @@ def main(argv: list[str] | None = None) -> int:
                         flush=True,
                     )
     if given.json is not None:
-        result = {"device": torch.cuda.get_device_name(device), "build": library.build_record()}
-        given.json.write_text(json.dumps({**result, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_rows(given.json, rows)
     return 0
 
 

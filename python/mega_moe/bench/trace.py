@@ -11,7 +11,7 @@ from mega_moe.bench.environment import describe
 from mega_moe.bench.forward_ranks import Options
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.trace_check import order_faults, tile_faults
-from mega_moe.bench.trace_run import Recorded, record, why_not
+from mega_moe.bench.trace_run import Recorded, record, why_no_trace
 from mega_moe.bench.trace_summary import summarise
 from mega_moe.bench.trace_table import render
 
@@ -42,7 +42,7 @@ def run(options: Options, files: Files, context: Context) -> int:
         raise ValueError(
             f"trace: got {context.num_ranks} processes, wanted one; --virtual-ranks plays several ranks on its GPU"
         )
-    if reasons := why_not(options, context.device):
+    if reasons := why_no_trace(options, context.device):
         raise ValueError(f"trace: no trace can be recorded here: {'; '.join(reasons)}")
     recorded = record(options, context.device)
     environment = describe(context, None)

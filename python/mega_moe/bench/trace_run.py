@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from mega_moe._backends import facts
-from mega_moe._backends.decide import decide
 from mega_moe._backends.kernel_router import KernelRouter
-from mega_moe._backends.request import Request
 from mega_moe._backends.tables import plain_tables
-from mega_moe.bench.forward_ranks import ForwardRanks, Options
+from mega_moe.bench.forward_ranks import ForwardRanks, Options, why_not
 from mega_moe.bench.trace_check import Tile, tiles_of
 from mega_moe.bench.trace_events import Trace, read
 from mega_moe.bench.trace_kinds import ROLES, WORDS
@@ -33,14 +31,10 @@ class Recorded:
     num_sms: int  # of each rank
 
 
-def why_not(options: Options, device: torch.device) -> list[str]:
+def why_no_trace(options: Options, device: torch.device) -> list[str]:
     """Every reason against a trace on this device; empty where one can be recorded."""
-    options.request()  # raises for numbers that no device could serve
+    reasons = why_not(options, device)
     known = facts.collect(device)
-    # Judged as one rank: the others are this process as well.
-    alone = Request(**options.shape.sizes(), max_tokens_per_rank=options.tokens, dtype="bfloat16")
-    (fused,) = (verdict for verdict in decide(alone, [known], "fused") if verdict.backend == "fused")
-    reasons = list(fused.reasons)
     if device.type == "cuda" and known.library_loaded:
         serving = "{}{}".format(*(known.compute_capability or (0, 0)))
         tracing = (v for v in known.variants if v.op == "forward_trace")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
 from mega_moe.bench.clocks import NoClock, make_clock, mean_mhz
-from mega_moe.bench.protocols import PROTOCOLS, HostTimer, measure
+from mega_moe.bench.protocols import PROTOCOLS, CudaTimer, HostTimer, measure
 
 
 class FakeTimer:
@@ -196,3 +197,24 @@ def test_a_cpu_has_no_clock_and_says_why() -> None:
     assert clock.reason == "clocks are read on CUDA devices only, the device is cpu"
     missing = make_clock(torch.device("cuda"), "mega_moe_ops.so is missing")
     assert missing.reason == "mega_moe_ops.so is missing"
+
+
+def test_device_clock_starts_behind_work_that_hides_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            told.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: told.append("hidden"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append("waited"))
+    timer = CudaTimer(torch.device("cuda", 0), NoClock("none here"))
+    assert timer.window([lambda: told.append("call")], 2) == (3e-3, None)
+    assert told == ["hidden", "event", "call", "call", "event", "waited"]

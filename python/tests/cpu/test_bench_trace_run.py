@@ -59,7 +59,7 @@ def test_without_a_tracing_variant_the_reason_is_said(
     tracing = tuple(Variant("forward_trace", name, "bf16", 256, 128) for name in architectures)
     monkeypatch.setattr(facts, "collect", lambda *_: replace(H200, variants=(*H200.variants, *tracing)))
     options = forward_ranks.Options(SHAPES["30B"], 128, 1)
-    assert trace_run.why_not(options, torch.device("cuda", 0)) == reasons
+    assert trace_run.why_no_trace(options, torch.device("cuda", 0)) == reasons
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def recorded(made: Trace) -> trace_run.Recorded:
 
 
 def run(made: Trace, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(trace, "why_not", lambda *_: [])
+    monkeypatch.setattr(trace, "why_no_trace", lambda *_: [])
     monkeypatch.setattr(trace, "record", lambda *_: recorded(made))
     options = forward_ranks.Options(SHAPES["tiny"], 65, 1)
     return trace.run(options, trace.Files.of(out), Context(torch.device("cpu"), None, 0, 1))

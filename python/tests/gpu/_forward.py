@@ -17,7 +17,7 @@ from torch import Tensor
 # parts, since weights of both signs can make y small beside them.
 TOLERANCE = 6e-3
 TOKEN_TOLERANCE = 1e-2
-SHORT, LONG = 384, 1536  # I for which kernels of different tiles may be chosen
+SHORT, LONG = 384, 1536  # I: few and many blocks of the shorter contraction
 MANY = 64  # tokens from which on TOLERANCE holds: all of a few may be small beside their parts
 ROWS_AT_ONCE = 1 << 16  # of an expert in fp64
 

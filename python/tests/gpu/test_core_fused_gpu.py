@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +9,8 @@ import torch
 
 import mega_moe
 from mega_moe.testing import Problem, fp64_moe_grads, random_problem, relative_l2
+
+from ._waits import synchronising_is_an_error
 
 # architecture: relative L2 of bf16 results against fp64 fed the same inputs.
 BF16_TOLERANCE = 6e-3
@@ -43,19 +43,6 @@ def test_what_it_says_of_itself(buffer: mega_moe.MoEBuffer) -> None:
         None,
     )
     assert "the backward runs on torch's grouped products" in buffer.reason
-
-
-@contextlib.contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        # Each change of the mode warns that it does not see all synchronising calls yet.
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
 
 def test_forward_never_waits(

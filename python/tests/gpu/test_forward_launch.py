@@ -11,7 +11,7 @@ import torch
 from ._forward import Layer, assert_right, assert_same_bits, random_experts, random_layer
 from ._forward_ranks import ForwardRanks, new_ranks, shape_of, smallest_pool
 from ._virtual import VirtualRanks, assert_tables, random_ids
-from .test_route_tables import synchronising_is_an_error
+from ._waits import synchronising_is_an_error
 
 pytestmark = pytest.mark.timeout(90, method="thread")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +11,7 @@ import mega_moe
 from mega_moe._backends.symmetric import Shape
 
 from ._virtual import VirtualRanks, assert_tables, random_ids
+from ._waits import synchronising_is_an_error
 
 KINDS = ("random", "one expert", "one rank", "empty", "masked", "duplicates")
 
@@ -118,19 +116,6 @@ def test_thousand_launches(cuda_device: torch.device, num_ranks: int) -> None:
             assert torch.equal(routing.tokens_per_expert.long(), want[rank]), (step, rank)
             assert routing.tokens_per_rank.tolist() == sizes[step]
     ranks.check()
-
-
-@contextlib.contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        # Each change of the mode warns that it does not see all synchronising calls yet.
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
 
 def test_public_call(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

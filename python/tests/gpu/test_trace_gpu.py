@@ -17,7 +17,7 @@ from mega_moe.bench.shapes import Shape
 from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_events import Trace
 from mega_moe.bench.trace_kinds import KINDS, ROLES, State
-from mega_moe.bench.trace_run import Recorded, record, why_not
+from mega_moe.bench.trace_run import Recorded, record, why_no_trace
 from mega_moe.bench.trace_summary import summarise
 
 CASES = {
@@ -39,7 +39,7 @@ def traces() -> dict[str, Recorded]:
 
 def recorded(case: str, device: torch.device, traces: dict[str, Recorded]) -> Recorded:
     if case not in traces:
-        assert why_not(CASES[case], device) == []
+        assert why_no_trace(CASES[case], device) == []
         traces[case] = record(CASES[case], device)
     return traces[case]
 
