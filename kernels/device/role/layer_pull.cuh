@@ -76,7 +76,7 @@ __device__ __forceinline__ void await_free_chunk(const LayerParams& p, std::uint
 }
 
 // One warp: its share of the rows of a chunk, in the order of `Rows`, by bulk copies through its buffers. The
-// load of a piece is under way while the piece before it is stored.
+// loads of the next pieces are under way while a piece is stored.
 template <class C, class Rows>
 class Puller {
   public:
@@ -86,31 +86,21 @@ class Puller {
     __device__ __forceinline__ void pull_chunk(const ChunkView& view, int chunk, int first, int step,
                                                Tracer<C::kTrace>& tracer) {
         Rows rows(p, view, chunk, first, step);
-        PullPiece next{};
-        if (!rows.next(next.of)) return;
-        resize(next);
-        load(next);
+        ended_ = false;
+        // The last pieces that are under way, the oldest first; one without bytes is none.
+        PullPiece ahead[kAhead] = {};
+        PullPiece newest{};
+        newest.last = true;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+            ahead[i] = start_next(rows, newest);
         PullPiece before{};
-        for (bool more = true; more;) {
-            const PullPiece piece = next;
-            if (piece.last) {
-                next.moved = 0;
-                next.offset = 0;
-                more = rows.next(next.of);
-            } else if (piece.offset + piece.bytes == row_bytes) {
-                next.moved = piece.moved + 1;
-                next.offset = 0;
-            } else {
-                next.offset += piece.bytes;
-            }
-            if (more) {
-                resize(next);
-                maybe_delay(p.delay_seed, static_cast<std::uint32_t>(next.of.token));
-                // The stores that read the next buffer before.
-                ptx::bulk_wait_read<C::kPullBuffers - 2>();
-                __syncwarp();
-                load(next);
-            }
+        while (ahead[0].bytes > 0) {
+            const PullPiece piece = ahead[0];
+#pragma unroll
+            for (int i = 0; i + 1 < kAhead; ++i)
+                ahead[i] = ahead[i + 1];
+            ahead[kAhead - 1] = start_next(rows, newest);
             ptx::mbarrier_wait(shared.pulled(landing_.at), landing_.parity);
             if (lane() < piece.of.rows) {
                 const std::int64_t row = piece.of.slot + view.row_of_slot;
@@ -132,10 +122,35 @@ class Puller {
   private:
     static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
 
-    __device__ __forceinline__ void resize(PullPiece& piece) const {
-        piece.bytes = min(row_bytes - piece.offset, C::kPullBytes);
+    // One buffer takes stores while the others load.
+    static constexpr int kAhead = C::kPullBuffers - 1;
+
+    // The piece after `newest`, which becomes it, with its load under way; none at the end.
+    __device__ __forceinline__ PullPiece start_next(Rows& rows, PullPiece& newest) {
+        PullPiece piece = newest;
+        if (newest.last) {
+            piece.moved = 0;
+            piece.offset = 0;
+            if (ended_ || !rows.next(piece.of)) {
+                ended_ = true;
+                return {};
+            }
+        } else if (newest.offset + newest.bytes == row_bytes) {
+            piece.moved = newest.moved + 1;
+            piece.offset = 0;
+        } else {
+            piece.offset += newest.bytes;
+        }
         if constexpr (C::kMoved == 1) piece.moved = 0;
+        piece.bytes = min(row_bytes - piece.offset, C::kPullBytes);
         piece.last = piece.offset + piece.bytes == row_bytes && piece.moved == C::kMoved - 1;
+        maybe_delay(p.delay_seed, static_cast<std::uint32_t>(piece.of.token));
+        // The stores that last read the buffer are those before the ones that are still to come.
+        ptx::bulk_wait_read<0>();
+        __syncwarp();
+        load(piece);
+        newest = piece;
+        return piece;
     }
     __device__ __forceinline__ void load(const PullPiece& piece) {
         if (lane() == 0) {
@@ -157,6 +172,7 @@ class Puller {
     int row_bytes;
     RingCursor<C::kPullBuffers> loading_;
     RingCursor<C::kPullBuffers> landing_;
+    bool ended_ = false;
 };
 
 // Rows or tokens that each warp copies before the roles part.
