@@ -64,7 +64,7 @@ def exact_gradients(layer: Layer, dy: Sequence[Tensor]) -> ExactGradients:
             dgate = da * up * share * (1 + gate * (1 - share))
             dup = da * gate * share
             if layer.clamp is not None:
-                # Gate and up are rounded before they are clamped: some beyond the clamp round to it, and count as inside.
+                # Gate and up are rounded before they are clamped: some beyond it round to it and count as inside.
                 dgate = torch.where(gate_in.bfloat16() <= layer.clamp, dgate, 0)
                 dup = torch.where(up_in.bfloat16().abs() <= layer.clamp, dup, 0)
             dz = torch.cat((dgate, dup), dim=1)
