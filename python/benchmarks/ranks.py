@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,11 +72,15 @@ def main(argv: list[str]) -> int:
         if words.dry_run:
             print(described(setting, budget), end="")
             return 0
+        # The part that runs is ended with this program.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         return Run(setting, words.out, budget, argv).everything()
 
 
 def _setting(words: argparse.Namespace, folder: Path) -> Setting:
     on_cpu = words.device == "cpu"
+    if words.peers is not None and not words.peers.is_dir():
+        raise ValueError(f"peers: got {words.peers}, wanted a folder")
     num_ranks = words.gpus or (2 if on_cpu else _count_gpus())
     if num_ranks not in BUDGET_S:
         raise ValueError(f"gpus: got {num_ranks}, wanted one of {', '.join(map(str, BUDGET_S))}")
@@ -84,8 +89,6 @@ def _setting(words: argparse.Namespace, folder: Path) -> Setting:
         wheel = found[0]
     if not words.dry_run and not on_cpu and (wheel is None or not wheel.is_file()):
         raise ValueError(f"wheel: got {wheel}, wanted the file of one, or exactly one in dist/")
-    if words.peers is not None and not words.peers.is_dir():
-        raise ValueError(f"peers: got {words.peers}, wanted a folder")
     return Setting(
         num_ranks=num_ranks,
         device=words.device,

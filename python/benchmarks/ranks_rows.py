@@ -9,9 +9,11 @@ ranks_events.py reads.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
 import gc
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +35,8 @@ from mega_moe.bench.shapes import find_shape
 
 
 def main(job: dict[str, Any], events: Path) -> int:
+    # A rank that is ended because it hangs says where it was.
+    faulthandler.register(signal.SIGTERM, chain=True)
     with joined(job["device"]) as context:
         measure_all(job, Events(events, context.rank == 0), context)
     return 0

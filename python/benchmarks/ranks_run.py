@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from ranks_process import Ended, run
 from report import file_name, schema
 
 STALL_S = 45.0  # the longest row takes a third of it
-STARTING_S = 60.0  # more, before a program's first row: imports, groups, the first kernels
+STARTING_S = 60.0  # before a program's first word: imports, and a group of all ranks
 OVERRUN_S = 20.0  # of a part beyond the time that was kept for it
+_ERROR = re.compile(r"^(?:\[rank\d+\]: |E +)?([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _TAIL_LINES = 15
 # What torchrun tells its own ranks; a part starts ranks of its own.
 _OF_A_RANK = ("RANK", "LOCAL_", "WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
@@ -100,7 +102,7 @@ class Run:
             ended = self._measuring(waiting, stop, min(part.limit_s, stop - time.time() + OVERRUN_S))
             if ended.code == 0:
                 break
-            reason = ended.reason or f"the program ended with status {ended.code}"
+            reason = ended.reason or "unknown"
             lost = self.told.lose(reason)
             reasons.append(f"{lost or 'outside of any case'}: {reason}")
             case = next((one for one in waiting if one.name == lost), None)
@@ -121,17 +123,20 @@ class Run:
     def _measuring(self, cases: Sequence[Case], stop: float, limit_s: float) -> Ended:
         job = self.setting.folder / "job.json"
         quick = self.setting.quick
-        named = [{**dataclasses.asdict(case), "name": case.name, "seconds": case.seconds()} for case in cases]
+        named = [
+            {**dataclasses.asdict(case), "name": case.name, "seconds": case.seconds(), "quick": case.quick}
+            for case in cases
+        ]
         wheel = str(self.setting.wheel) if self.setting.wheel else None
         words = {"device": self.setting.device, "quick": quick, "wheel": wheel, "deadline": stop}
         job.write_text(json.dumps({**words, "rates": self.told.rates(), "cases": named}))
-        self.told.last, rows_before = time.monotonic(), len(self.told.rows)
+        start = self.told.last = time.monotonic()
 
         def stalled() -> str | None:
             if self.told.read():
                 self._write_result()
             stall, starting = self.limits
-            limit = stall if len(self.told.rows) > rows_before else starting
+            limit = stall if self.told.last > start else starting
             silent = time.monotonic() - self.told.last
             return f"nothing was heard for {limit:.0f} s" if silent > limit else None
 
@@ -158,10 +163,8 @@ class Run:
                 if (made := self.setting.folder / "demo" / name).is_file():
                     (self.out / "demo").mkdir(exist_ok=True)
                     shutil.copy(made, self.out / "demo")
-        if ended.code == 0:
-            return Became(part.name, "passed", ended.seconds, None)
-        status = "failed" if ended.reason is None else "timed out"
-        return Became(part.name, status, ended.seconds, ended.reason or f"ended with status {ended.code}")
+        status = "timed out" if ended.code is None else "failed" if ended.code else "passed"
+        return Became(part.name, status, ended.seconds, ended.reason)
 
     def _run(
         self, name: str, command: Sequence[str], limit_s: float, env: dict[str, str], stalled=lambda: None
@@ -173,9 +176,12 @@ class Run:
         text = output.read_bytes()[before:].decode(errors="replace")
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"=== {name}: {' '.join(command)}\n{text}\n=== {ended}\n\n")
-        if ended.code != 0:
-            print("\n".join(text.splitlines()[-_TAIL_LINES:]), flush=True)
-        return ended
+        if ended.code == 0:
+            return ended
+        print("\n".join(text.splitlines()[-_TAIL_LINES:]), flush=True)
+        return dataclasses.replace(
+            ended, reason=ended.reason or f"ended with status {ended.code}{last_error(text)}"
+        )
 
     def _log_of(self, name: str) -> Path:
         return self.setting.folder / f"{''.join(c if c.isalnum() else '-' for c in name)}.log"
@@ -196,7 +202,7 @@ class Run:
         name, precision = (
             (ranks_peers.BASELINE_NAME, "bf16") if is_baseline else (ranks_peers.FP8_NAME, "fp8")
         )
-        reason = ended.reason or f"its script ended with status {ended.code}"
+        reason = ended.reason or "its script printed no figure"
         missing = {"30B", "235B"} - {row.shape for row in rows}
         rows += [
             ranks_peers.absent(name, shape, tokens, ranks, precision, "failed", reason)
@@ -246,6 +252,12 @@ class Run:
                 )
         lines.append(f"written: {self.result or 'no result'}, in {self.out}")
         return "\n".join(lines) + "\n"
+
+
+def last_error(text: str) -> str:
+    """What the last exception of a log says, after a colon; empty without one. torchrun's own says nothing."""
+    found = [match for match in _ERROR.findall(text) if not match.startswith("torch.distributed.elastic")]
+    return f": {found[-1][:200]}" if found else ""
 
 
 def _replace(path: Path, text: str) -> None:

@@ -103,6 +103,15 @@ def check_precision(me: Rank, precision: str) -> None:
         assert error <= TOLERANCE, (precision, name, error)
 
 
+def check_same(got: Results, want: Results, what: str) -> None:
+    """What is a sum in a fixed order has the same bits; weight gradients are sums over all rows in any order."""
+    for name, value, before in zip(("y", "dx", "dw"), got, want):
+        assert torch.equal(value, before), (what, name)
+    for name, value, before in zip(("dW_gate_up", "dW_down"), got[3:], want[3:]):
+        error = relative_l2(value, before)
+        assert error <= TOLERANCE, (what, name, error)
+
+
 def check_late(me: Rank) -> None:
     """The last rank is late to the forward and to the backward, as one that compiles or writes a checkpoint is."""
     last = me.rank == me.size - 1
@@ -123,11 +132,11 @@ def check_late(me: Rank) -> None:
         waited = time.monotonic() - start
     if not last:
         assert waited >= LATE_S, waited
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    check_same(got, want, "late")
 
 
 def check_beside_collectives(me: Rank) -> None:
-    """Steps while the ranks reduce on another stream, as FSDP2 does: the same bits, and right sums."""
+    """Steps while the ranks reduce on another stream, as FSDP2 does: the same results, and right sums."""
     if not me.on_gpu:
         return
     options = dist.ProcessGroupNCCL.Options()
@@ -143,7 +152,7 @@ def check_beside_collectives(me: Rank) -> None:
             with torch.cuda.stream(stream):
                 dist.all_reduce(sums[step], group=beside)
             got = me.results(buffer)
-            assert all(torch.equal(a, b) for a, b in zip(got, want)), step
+            check_same(got, want, f"step {step}")
         buffer.check()
         me.synchronize()
     for step, total in enumerate(sums):
@@ -176,7 +185,7 @@ def check_missing(me: Rank) -> None:
     dist.barrier()
     buffer.destroy()
     with me.buffer() as fresh:
-        assert all(torch.equal(a, b) for a, b in zip(me.results(fresh), want))
+        check_same(me.results(fresh), want, "a new buffer")
 
 
 def main() -> None:
