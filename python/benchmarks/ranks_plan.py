@@ -125,9 +125,11 @@ def test_parts(setting: Setting) -> list[Part]:
     if setting.num_ranks == 1:
         return [_script(setting, name) for name in TEST_SCRIPTS]
     files = sorted((ROOT / "python/tests/gpu").glob("test_*_multi_gpu.py"))
-    parts = [_suite(setting, path, None) for path in files]
+    all_of_them = setting.num_ranks
+    parts = [_suite(setting, path.stem, all_of_them, 1, "-k", path.stem) for path in files]
+    parts.append(_suite(setting, "other files", all_of_them, 2, "--ignore-glob=*_multi_gpu.py"))
     if setting.num_ranks == 8:
-        parts += [_suite(setting, path, 4) for path in files]
+        parts += [_suite(setting, path.stem, 4, 4, "-k", path.stem) for path in files]
     return parts
 
 
@@ -136,14 +138,13 @@ def _script(setting: Setting, name: str, *words: str) -> Part:
     return Part(f"tests: {name}", 1, 20, 90, command)
 
 
-def _suite(setting: Setting, path: Path, first: int | None) -> Part:
+def _suite(setting: Setting, name: str, num_ranks: int, importance: int, *words: str) -> Part:
     suite = ("bash", "ci/test_wheel.sh", "multi-gpu", str(setting.wheel), "-q", "-p", "no:cacheprovider")
-    of = setting.num_ranks if first is None else first
     # The tests take as many GPUs as they see.
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(seen.split(",")[:of] if seen else map(str, range(of)))}
-    importance = 1 if first is None else 4
-    return Part(f"tests: {path.stem}, EP {of}", importance, 20, 100, (*suite, "-k", path.stem), env)
+    visible = seen.split(",")[:num_ranks] if seen else map(str, range(num_ranks))
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
+    return Part(f"tests: {name}, EP {num_ranks}", importance, 15, 100, (*suite, *words), env)
 
 
 def rows_part(setting: Setting, chosen: Iterable[Case]) -> Part:
@@ -218,11 +219,11 @@ def peer_parts(setting: Setting) -> list[Part]:
 
 def demo_part(setting: Setting) -> Part:
     """The example language model for a fixed number of steps."""
-    steps = "6" if setting.tiny else "60"
+    steps = "6" if setting.tiny else "40"
     words = ["train", "--steps", steps, "--minutes", "0", "--out", str(setting.folder / "demo"), "--json"]
     if setting.device == "cpu":
         words += ["--device", "cpu"]
-    return Part("demo", 3, 35, 120, torchrun(setting, "-m", "mega_moe.cli", *words))
+    return Part("demo", 2, 25, 120, torchrun(setting, "-m", "mega_moe.cli", *words))
 
 
 def step_parts(setting: Setting) -> list[Part]:

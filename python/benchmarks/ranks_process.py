@@ -77,6 +77,10 @@ def end_tree(program: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process[0], signal.SIGKILL)
     program.wait()
+    # What comes next wants the devices, which a killed process holds until it is gone.
+    end = time.monotonic() + grace_s
+    while time.monotonic() < end and any(map(alive, known.items())):
+        time.sleep(POLL_S)
 
 
 def tree(root: int) -> dict[int, str]:
