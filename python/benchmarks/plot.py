@@ -22,16 +22,18 @@ def draw(results: list, path: Path, stamp: str) -> None:
 
 def draw_result(panel, result) -> None:
     where = result.environment
-    layer = [row for row in result.rows if row.kind == "layer" and row.outcome.status == "measured"]
-    groups = list(dict.fromkeys((row.shape, row.direction) for row in layer))
+    layer = [
+        row
+        for row in result.rows
+        if row.kind == "layer" and row.outcome.status == "measured" and row.skew is None
+    ]
+    groups = list(dict.fromkeys(group_of(row) for row in layer))
     series = list(dict.fromkeys(series_of(row) for row in layer))
     backends = list(dict.fromkeys(label for label, _ in series))
     colors = dict(zip(backends, mpl.color_sequences["tab10"] * len(backends)))
     width = 0.8 / max(1, len(series))
     for index, (backend, protocol) in enumerate(series):
-        bars = {
-            (row.shape, row.direction): row.tflops for row in layer if series_of(row) == (backend, protocol)
-        }
+        bars = {group_of(row): row.tflops for row in layer if series_of(row) == (backend, protocol)}
         places = [groups.index(group) + (index - (len(series) - 1) / 2) * width for group in bars]
         label = f"{backend}, {protocol}"
         panel.bar(
@@ -48,13 +50,20 @@ def draw_result(panel, result) -> None:
                 label=f"{row.name}, {protocol}",
             )
     panel.set_xticks(
-        range(len(groups)), [f"{shape}\n{way.replace('_', '+')}" for shape, way in groups], fontsize=7
+        range(len(groups)),
+        [f"{shape}, T {tokens}\n{way.replace('_', '+')}" for shape, tokens, way in groups],
+        fontsize=7,
     )
     panel.set_ylabel("TF/s")
     ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
     panel.set_title(f"{where.device}{ranks}, {where.date[:10]}, torch {where.torch}", fontsize=9)
     panel.margins(y=0.2)  # room for the legend above the bars
     panel.legend(fontsize=6, ncols=3)
+
+
+def group_of(row) -> tuple[str, int, str]:
+    """The bars that stand side by side."""
+    return row.shape, row.tokens, row.direction
 
 
 def series_of(row) -> tuple[str, str]:

@@ -9,11 +9,11 @@ Measures the installed package, not the sources beside this file. Exits 1 when a
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
 import torch
+from report import file_name
 
 import mega_moe
 from mega_moe.bench import schema
@@ -73,13 +73,6 @@ def cases(shape: Shape, context: Context) -> tuple[Case, ...]:
     )
     fast = tuple(v.backend for v in explanation.verdicts if v.backend != NOT_IN_FP8)
     return (Case("bf16", None), *(Case(precision, fast) for precision in FP8_PRECISIONS))
-
-
-def file_name(environment: schema.Environment) -> str:
-    """<device>-<date>.json, with -xN after the device of a run on N ranks."""
-    device = re.sub(r"[^a-z0-9]+", "-", environment.device.lower()).strip("-")
-    ranks = "" if environment.num_ranks == 1 else f"-x{environment.num_ranks}"
-    return f"{device}{ranks}-{environment.date[:10]}.json"
 
 
 if __name__ == "__main__":

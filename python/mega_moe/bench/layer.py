@@ -225,7 +225,7 @@ class _Case:
                 direction,
                 precision=self.options.precision,
                 dtype=self.dtype_name,
-            )
+            ).on_the_busiest_rank(self.problem.skew)
         dw_dtype = None
         if direction in ("backward", "forward_backward"):
             dw_dtype = str(self.options.dw_dtype or self.problem.dtype).removeprefix("torch.")
@@ -251,6 +251,7 @@ class _Case:
             peak_bytes=peak_bytes,
             relative_error=relative_error,
             outcome=outcome,
+            skew=self.problem.skew,
         )
 
 

@@ -45,6 +45,8 @@ class Problem:
     sets: tuple[InputSet, ...]
     w_gate_up: Tensor
     w_down: Tensor
+    skew: float | None = None
+    """Rows that come to rank 0 over those of an even routing; None: even."""
 
     def poison(self) -> None:
         """Fills and frees as many bytes as one call's outputs and rows take, so that what it does not write is NaN."""
@@ -53,11 +55,18 @@ class Problem:
         torch.full((elements,), float("nan"), dtype=self.dtype, device=self.w_down.device)
 
 
-def random_problem(shape: Shape, tokens: int, dtype: torch.dtype, context: Context) -> Problem:
+def random_problem(
+    shape: Shape, tokens: int, dtype: torch.dtype, context: Context, *, skew: float | None = None
+) -> Problem:
     """N(0, 1) activations, weights of deviation 1/sqrt(fan-in), top-k of a random softmax, normalised per token.
 
-    Experts are spread evenly. Raises ValueError when the experts do not divide by the ranks.
+    Experts are spread evenly, and so are tokens, unless `skew` sends that many times an even share of all rows to
+    rank 0. Raises ValueError when the experts do not divide by the ranks, or the skew is not in (1, ranks].
     """
+    if skew is not None and not 1 < skew <= context.num_ranks:
+        raise ValueError(
+            f"skew: got {skew}, wanted above 1 and at most {context.num_ranks}, the number of ranks"
+        )
     if shape.num_experts % context.num_ranks:
         raise ValueError(f"ranks: got {context.num_ranks}, wanted a divisor of {shape.num_experts} experts")
     generator = torch.Generator(context.device).manual_seed(1 + context.rank)
@@ -68,10 +77,10 @@ def random_problem(shape: Shape, tokens: int, dtype: torch.dtype, context: Conte
         return tensor.normal_(0.0, deviation, generator=generator)
 
     def input_set() -> InputSet:
-        scores = torch.randn(tokens, shape.num_experts, device=context.device, generator=generator).softmax(
-            -1
-        )
-        weights, ids = scores.topk(shape.top_k, dim=-1)
+        scores = torch.randn(tokens, shape.num_experts, device=context.device, generator=generator)
+        if skew is not None:
+            scores = _skewed(scores, local, shape.top_k * skew / context.num_ranks, shape.top_k, generator)
+        weights, ids = scores.softmax(-1).topk(shape.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         return InputSet(
             normal(tokens, shape.hidden).requires_grad_(),
@@ -87,4 +96,20 @@ def random_problem(shape: Shape, tokens: int, dtype: torch.dtype, context: Conte
         tuple(input_set() for _ in range(INPUT_SETS)),
         normal(local, 2 * shape.intermediate, shape.hidden, deviation=shape.hidden**-0.5).requires_grad_(),
         normal(local, shape.hidden, shape.intermediate, deviation=shape.intermediate**-0.5).requires_grad_(),
+        skew,
     )
+
+
+def _skewed(scores: Tensor, local: int, hot: float, top_k: int, generator: torch.Generator) -> Tensor:
+    """Scores of which the first `local` experts win `hot` of a token's slots on average, the rest the others."""
+    draws = torch.rand(len(scores), 1, device=scores.device, generator=generator)
+    slots = (hot + draws).floor().long()  # hot rounded up or down, right on average
+    place = torch.arange(top_k, device=scores.device)
+    here, there = scores[:, :local].topk(min(top_k, local)), scores[:, local:].topk(top_k)
+    # A constant that no score reaches lifts the chosen experts above all others and keeps the order among them.
+    lifted = scores.clone()
+    lift = torch.where(place < slots, 100.0, 0.0)[:, : min(top_k, local)]
+    lifted.scatter_(1, here.indices, here.values + lift)
+    lift = torch.where(place < top_k - slots, 100.0, 0.0)
+    lifted[:, local:].scatter_(1, there.indices, there.values + lift)
+    return lifted

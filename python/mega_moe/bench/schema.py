@@ -150,6 +150,8 @@ class LayerRow:
     relative_error: float | None
     """Relative L2 of the checked tokens against the reference backend; null where that refused."""
     outcome: Outcome
+    skew: float | None = None
+    """Rows that come to rank 0 over the rows that an even routing sends there; null: even. FLOPs are then rank 0's."""
 
     @property
     def numerics(self) -> str:
@@ -165,6 +167,31 @@ class LayerRow:
             _require(
                 (self.dw_dtype is None) == (self.direction == "forward"), "dw_dtype", self.dw_dtype, wanted
             )
+        if self.skew is not None:
+            _require(
+                1 < self.skew <= self.num_ranks, "skew", self.skew, "null, or above 1 and at most num_ranks"
+            )
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """Another implementation of the layer, timed by its own script on the same machine, between our own parts."""
+
+    kind: Literal["peer"]
+    peer: str
+    shape: str
+    tokens: int
+    """Per rank."""
+    num_ranks: int
+    precision: str
+    direction: str
+    """forward or backward; "all" where the script gave no figure."""
+    flop_rule: str | None
+    tflops: float | None
+    outcome: Outcome
+
+    def __post_init__(self) -> None:
+        _require_rate("tflops", self.tflops, self.outcome)
 
 
 def _require_positive(field: str, value: float | None) -> None:
@@ -178,7 +205,7 @@ def _require_rate(field: str, rate: float | None, outcome: Outcome) -> None:
         _require(rate is None, field, rate, f"null on a {outcome.status} row")
 
 
-Row = CeilingRow | StageRow | LayerRow
+Row = CeilingRow | StageRow | LayerRow | PeerRow
 
 
 @dataclass(frozen=True)
@@ -292,7 +319,17 @@ class StepResult:
 
 def dumps(result: Result | StepResult) -> str:
     """The result as JSON text with a final newline."""
-    return json.dumps(dataclasses.asdict(result), indent=1, allow_nan=False) + "\n"
+    return json.dumps(plain(result), indent=1, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as dictionaries. A field whose null is the default is left out: older files lack it."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: plain(got) for field, got in fields if got is not None or field.default is not None}
 
 
 def loads(text: str) -> Result:
@@ -371,10 +408,13 @@ def _decode_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
 def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
     _require(isinstance(value, dict), where, value, f"an object for {kind.__name__}")
     hints = typing.get_type_hints(kind)
-    missing, unknown = sorted(set(hints) - set(value)), sorted(set(value) - set(hints))
+    optional = {field.name for field in dataclasses.fields(kind) if field.default is None}
+    missing, unknown = sorted(set(hints) - set(value) - optional), sorted(set(value) - set(hints))
     _require(not missing, where, value.keys(), f"also {', '.join(missing)}")
     _require(not unknown, where, unknown, f"only the fields of {kind.__name__}")
-    decoded = {name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
+    decoded = {
+        name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items() if name in value
+    }
     try:
         return kind(**decoded)
     except SchemaError as error:

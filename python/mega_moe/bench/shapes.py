@@ -67,6 +67,13 @@ class Work:
     def total(self) -> float:
         return sum(self.flops.values())
 
+    def on_the_busiest_rank(self, skew: float | None) -> Work:
+        """This work where `skew` times an even share of the rows comes to one rank; None: even."""
+        if skew is None:
+            return self
+        flops = {element: count * skew for element, count in self.flops.items()}
+        return Work(flops, f"{self.rule}, times {skew:g} on rank 0")
+
 
 def layer_work(
     shape: Shape, tokens: int, direction: str, *, precision: str, dtype: str, recompute: bool = True

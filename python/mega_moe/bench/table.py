@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from mega_moe.bench.schema import CeilingRow, LayerRow, Outcome, Result, Row, StageRow
+from mega_moe.bench.schema import CeilingRow, LayerRow, Outcome, PeerRow, Result, Row, StageRow
 
 _HEADER = (
     "what",
@@ -93,8 +93,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     if isinstance(row, StageRow):
         rate, percent = _rate(row.gb_per_s, "GB/s"), _percent(row.percent_of_ceiling)
         return (_subject(row), "-", "-", protocol, milliseconds, rate, percent, mhz, "-", "-", "-")
+    if isinstance(row, PeerRow):
+        named, rate = f"{row.shape} T={row.tokens} {row.precision}", _rate(row.tflops, "TF/s")
+        return (named, row.peer, row.direction, protocol, milliseconds, rate, "-", mhz, "-", "-", "-")
     return (
-        f"{row.shape} T={row.tokens} {row.numerics}",
+        _layer(row),
         row.backend,
         row.direction.replace("_", "+"),
         protocol,
@@ -118,14 +121,21 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} %"
 
 
+def _layer(row: LayerRow) -> str:
+    skew = "" if row.skew is None else f", {row.skew:g}x to rank 0"
+    return f"{row.shape} T={row.tokens} {row.numerics}{skew}"
+
+
 def _subject(row: Row) -> str:
     if isinstance(row, CeilingRow):
         return row.name
     if isinstance(row, StageRow):
         return f"stage {row.form} T={row.tokens} H={row.hidden}"
+    if isinstance(row, PeerRow):
+        return f"{row.shape} T={row.tokens} {row.precision}: {row.peer}"
     direction = "" if row.direction == "all" else f" {row.direction}"
     reserved = "" if row.reserved_sms is None else f" with {row.reserved_sms} reserved SMs"
-    return f"{row.shape} T={row.tokens} {row.numerics}: backend {row.backend}{direction}{reserved}"
+    return f"{_layer(row)}: backend {row.backend}{direction}{reserved}"
 
 
 def _notes(result: Result) -> list[str]:

@@ -19,6 +19,7 @@ from mega_moe.bench.schema import (
     Environment,
     LayerRow,
     Outcome,
+    PeerRow,
     Result,
     SchemaError,
     StageRow,
@@ -383,3 +384,59 @@ def test_hash_of_kernels_sees_sources_alone(tmp_path: Path) -> None:
     assert with_new != before
     (kernels / "new.cuh").rename(kernels / "newer.cuh")
     assert digest() not in (before, with_new)
+
+
+def uneven_and_peer() -> Result:
+    """Eight ranks: an uneven layer and another implementation's two rows beside the usual ones."""
+    peer = {
+        "kind": "peer",
+        "peer": "other",
+        "shape": "30B",
+        "tokens": 16384,
+        "num_ranks": 8,
+        "precision": "bf16",
+    }
+    rows = (
+        layer_row(measured("burst", 0.010), num_ranks=8),
+        layer_row(measured("burst", 0.040), num_ranks=8, skew=4.0),
+        PeerRow(
+            **peer,
+            direction="forward",
+            flop_rule="6*T*K*H*I",
+            tflops=150.0,
+            outcome=measured("its own", 0.008),
+        ),
+        PeerRow(
+            **peer,
+            direction="all",
+            flop_rule=None,
+            tflops=None,
+            outcome=Outcome("failed", ("no figure",), None),
+        ),
+    )
+    return dataclasses.replace(sample(num_ranks=8), rows=rows)
+
+
+def test_uneven_routing_and_peers_are_written_and_read() -> None:
+    result = uneven_and_peer()
+    assert schema.loads(schema.dumps(result)) == result
+    text = render(result)
+    assert "30B T=16384 bf16, 4x to rank 0" in text
+    assert "failed: 30B T=16384 bf16: other" in text
+    # A row without the field is written as before it was there.
+    assert schema.dumps(sample()).count("skew") == 0
+    with pytest.raises(SchemaError, match=r"skew: got 9.0, wanted null, or above 1 and at most num_ranks"):
+        layer_row(measured("burst", 0.010), num_ranks=8, skew=9.0)
+
+
+def test_uneven_routing_and_peers_in_the_readme(report: Any, project: Path) -> None:
+    text = report.report([uneven_and_peer()], "b" * 64)
+    assert "| 30B, T 16384, bf16 | grouped | backward | 10 (burst) |" in text
+    assert "| 30B, T 16384, bf16, 4x to rank 0 | grouped | backward | 40 (burst) |" in text
+    assert "| 30B, T 16384, bf16 | other | forward | 8 (its own) | 150 TF/s | - |" in text
+    assert "- failed: other: 30B, T 16384, bf16: no figure" in text
+    assert "30B forward 12.0 -> 3.9 ms" in text
+    assert "12.0 -> 3.9" not in report.report([sample()], "b" * 64)
+    pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
+    put(project, "a.json", uneven_and_peer())
+    assert report.main([], project) == 0

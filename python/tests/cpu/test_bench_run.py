@@ -17,7 +17,7 @@ from mega_moe.bench.problem import random_problem
 from mega_moe.bench.protocols import PROTOCOLS, HostTimer
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.schema import CeilingRow, LayerRow, StageRow
-from mega_moe.bench.shapes import SHAPES
+from mega_moe.bench.shapes import SHAPES, Shape
 
 CPU = Context(torch.device("cpu"), None, 0, 1)
 QUICK = ["--device", "cpu", "--quick", "--shape", "tiny"]
@@ -238,3 +238,21 @@ def test_ceiling_that_was_not_reached_by_its_copy_fails() -> None:
     )
     (row,) = measure_ceiling(lazy, [PROTOCOLS["burst"].quick()], HostTimer("no GPU"), CPU)
     assert (row.outcome.status, row.rate) == ("failed", None)
+
+
+@pytest.mark.parametrize("skew", [1.5, 3.0, 4.0])
+def test_uneven_routing_sends_so_many_rows_to_rank_0(skew: float) -> None:
+    context = Context(torch.device("cpu"), None, 2, 4)
+    shape = Shape("sixteen", 8, 8, 32, 3, 4000)
+    problem = random_problem(shape, 4000, torch.float32, context, skew=skew)
+    for inputs in problem.sets:
+        here = (inputs.topk_idx < 8).double().mean().item()
+        assert here == pytest.approx(skew / 4, abs=0.01)
+        assert all(len(set(ids)) == 3 for ids in inputs.topk_idx[:100].tolist())
+        assert torch.allclose(inputs.topk_weights.sum(-1), torch.ones(4000))
+        assert len(inputs.topk_idx.unique()) == (8 if skew == 4 else 32)
+
+
+def test_a_skew_that_the_ranks_do_not_allow() -> None:
+    with pytest.raises(ValueError, match=r"skew: got 5.0, wanted above 1 and at most 4"):
+        random_problem(SHAPES["tiny"], 8, torch.float32, Context(torch.device("cpu"), None, 0, 4), skew=5.0)
