@@ -6,6 +6,7 @@
 #include "host/make_status.h"
 #include "layout/layer_shared.h"
 #include "layout/route_shared.h"
+#include "layout/tiles.h"
 
 namespace mega_moe {
 namespace {
@@ -28,6 +29,20 @@ Status prepare_layer(Op op, const RouteProblem& route, LayerLaunch& launch) noex
     if (launch.ctas == 0)
         return error_status("num_sms is %lld, must be at least 2", static_cast<long long>(sms));
     return ok_status();
+}
+
+std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const LayerLaunch& launch) noexcept {
+    const std::int64_t experts = local.num_local * local.num_ranks;
+    const std::int64_t rows =
+        std::max<std::int64_t>(1, local.max_tokens * local.num_ranks * local.top_k / experts);
+    const int columns = static_cast<int>(local.intermediate / 128);
+    const std::int64_t tiles = std::max(
+        1, layout::num_tiles(static_cast<int>(std::min<std::int64_t>(rows, 1 << 24)), columns,
+                             layout::kTileRows));
+    const std::int64_t clusters = launch.ctas / kCtasPerCluster;
+    const std::int64_t wanted = (clusters + tiles - 1) / tiles * rows;
+    const std::int64_t warps = std::int64_t{launch.ctas} * (launch.variant->threads / 32);
+    return static_cast<std::int32_t>(std::clamp<std::int64_t>((wanted + warps - 1) / warps, 2, 8));
 }
 
 layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept {

@@ -3,6 +3,7 @@
 #include "host/device_facts.h"
 #include "host/variant.h"
 #include "layout/trace.h"
+#include "layout/workspace.h"
 #include "mega_moe/route.h"
 #include "mega_moe/status.h"
 
@@ -19,6 +20,11 @@ struct LayerLaunch {
 Status prepare_layer(Op op, const RouteProblem& route, LayerLaunch& launch) noexcept;
 
 layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept;
+
+// Rows that each warp of a CTA copies before it takes its role: together those of the first experts, whose
+// tiles make the first wave of the clusters, when experts are even. One warp of each CTA would bring them
+// more slowly than the products take them.
+std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const LayerLaunch& launch) noexcept;
 
 // Launches it with one parameter, whose routing part is `params`, unless its shared memory cannot hold the
 // routing.

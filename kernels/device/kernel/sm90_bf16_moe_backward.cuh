@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_backward(
             Tracer<C::kTrace> tracer(p.trace, warp == 2 ? TraceRole::kPull : TraceRole::kPush, first_lane);
             if (warp == 2) pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation{p, epoch});
             if (warp == 3 && ptx::cta_id() == 0) announce_empty_chunks<C>(p, epoch);
-            Combiner<C, false, DtopkBeside>(p, epoch, {p}).run(tracer);
+            Combiner<C, DtopkBeside>(p, epoch, {p}).run(tracer);
             if (warp == 3 && ptx::cta_id() == 0) await_all_ranks(p, epoch);
         }
     } else {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_backward(
         Tracer<C::kTrace> tracer(p.trace, warp < 8 ? TraceRole::kMath0 : TraceRole::kMath1,
                                  ptx::thread_id() % 128 == 0);
         BackwardMath<C>(p, shared).run(tracer);
-        Combiner<C, true, DtopkBeside>(p, epoch, {p}).run(tracer);
+        Combiner<C, DtopkBeside>(p, epoch, {p}).run(tracer);
     }
     __syncwarp();
     // A CTA whose shared memory is gone can take no more arrivals and no more multicast of the other.

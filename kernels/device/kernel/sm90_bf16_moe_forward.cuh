@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_forward(
             Tracer<C::kTrace> tracer(p.trace, warp == 2 ? TraceRole::kPull : TraceRole::kPush, first_lane);
             if (warp == 2) pull_rows<C>(p, shared, epoch, tracer);
             if (warp == 3 && ptx::cta_id() == 0) announce_empty_chunks<C>(p, epoch);
-            Combiner<C, false>(p, epoch).run(tracer);
+            Combiner<C>(p, epoch).run(tracer);
             if (warp == 3 && ptx::cta_id() == 0) await_all_ranks(p, epoch);
         }
     } else {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_forward(
         Tracer<C::kTrace> tracer(p.trace, warp < 8 ? TraceRole::kMath0 : TraceRole::kMath1,
                                  ptx::thread_id() % 128 == 0);
         multiply_tiles<C>(p, shared, tracer);
-        Combiner<C, true>(p, epoch).run(tracer);
+        Combiner<C>(p, epoch).run(tracer);
     }
     __syncwarp();
     // A CTA whose shared memory is gone can take no more arrivals and no more multicast of the other.

@@ -142,7 +142,10 @@ __device__ __forceinline__ uint64_t max_relaxed_gpu(uint64_t* address, uint64_t 
     return old;
 }
 
-// Orders what this thread, and threads that met it at a barrier, wrote before what it writes after.
+// Order what this thread, and threads that met it at a barrier, wrote before what it writes after.
+__device__ __forceinline__ void fence_gpu() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 __device__ __forceinline__ void fence_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }

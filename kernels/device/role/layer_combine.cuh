@@ -45,7 +45,7 @@ struct NothingBeside {
 
 // One warp's work on both sums, which it takes in turn, whichever is ready. All warps draw from the same
 // lists.
-template <class C, bool Wide, class Beside = NothingBeside>
+template <class C, class Beside = NothingBeside>
 class Combiner {
   public:
     __device__ __forceinline__ Combiner(const LayerParams& params, std::uint64_t launch,
@@ -82,7 +82,7 @@ class Combiner {
             const RowSum sum = pushes ? push_sum() : home_sum();
             // What the lanes have seen of counters and flags holds for the whole warp.
             __syncwarp();
-            sum_rows<Wide>(sum, p.hidden);
+            sum_rows(sum, p.hidden);
             if (pushes)
                 beside.push(from_, view_, bad_);
             else
@@ -101,6 +101,8 @@ class Combiner {
 
   private:
     static constexpr std::uint32_t kPushesPerCount = 8;
+    static constexpr unsigned kHalf = 16;
+    static_assert(kMaxTopK <= kHalf, "an entry's rows in half of the lanes");
 
     // In lane 0.
     __device__ __forceinline__ std::uint32_t draw_raw(layout::CounterTicket which) {
@@ -116,7 +118,7 @@ class Combiner {
     __device__ __forceinline__ void draw_push() {
         push_ = next_push_;
         from_ = next_from_;
-        missing_ = static_cast<int>(ptx::lane_id()) < from_.rows;
+        missing_ = missing_ >> kHalf | 0xFFFFu << kHalf;
         while (push_ >= view_.first_resident + view_.residents) {
             count_pushes();
             if (++chunk_ >= num_chunks_) {
@@ -144,12 +146,19 @@ class Combiner {
         ranks_ = ranks_of_token(p.route, home_, epoch);
     }
 
+    // One look takes as long as a load from memory, so the upper lanes look for the next entry.
     __device__ __forceinline__ bool push_ready() {
-        if (missing_) {
-            const std::uint32_t* done = p.counters + p.summed_done + from_.slot / layout::kRowBlock;
-            missing_ = ptx::load_acquire_gpu(done) < p.summed_wanted;
+        if (missing_ << kHalf == 0) return true;
+        const unsigned lane = ptx::lane_id();
+        const int next_slot = __shfl_sync(ptx::kAllLanes, next_from_.slot, lane % kHalf);
+        const int slot = lane < kHalf ? from_.slot : next_slot;
+        bool missing = false;
+        if (static_cast<int>(lane % kHalf) < (lane < kHalf ? from_.rows : next_from_.rows)) {
+            const std::uint32_t* done = p.counters + p.summed_done + slot / layout::kRowBlock;
+            missing = ptx::load_acquire_gpu(done) < p.summed_wanted;
         }
-        return !ptx::any(missing_);
+        missing_ = ptx::ballot(missing);
+        return missing_ << kHalf == 0;
     }
 
     __device__ __forceinline__ RowSum push_sum() {
@@ -254,7 +263,7 @@ class Combiner {
     int push_ = -1;
     int home_ = -1;
     std::uint32_t ranks_ = 0;
-    bool missing_ = false;
+    std::uint32_t missing_ = ~0u;  // lanes whose row of the entry, or of the next, was not there
     bool bad_ = false;
 };
 
@@ -264,7 +273,7 @@ __device__ __forceinline__ void announce_empty_chunks(const LayerParams& p, std:
     if (p.route.endpoint.num_ranks == 1) return;
     const int num_chunks = table_word(p.route.summary, layout::kSummaryChunks);
     for (int chunk = 0; chunk < num_chunks; ++chunk)
-        if (view_chunk(p, chunk).residents == 0) Combiner<C, false>::announce_chunk(p, epoch, chunk);
+        if (view_chunk(p, chunk).residents == 0) Combiner<C>::announce_chunk(p, epoch, chunk);
 }
 
 // One warp of one CTA, as its last work: until every rank, also one that holds no expert of these tokens, has

@@ -109,21 +109,25 @@ class Puller {
             }
             ptx::bulk_commit();
             landing_.next();
-            ptx::bulk_wait<1>();
-            arrive(before);
+            stored(before);
+            if (uncounted_ == kRowsPerCount) {
+                ptx::bulk_wait<1>();
+                count();
+            }
             before = piece;
             tracer.end(TraceKind::kPull, chunk, 0, piece.of.token);
         }
+        stored(before);
         ptx::bulk_wait<0>();
-        arrive(before);
+        count();
         __syncwarp();
     }
 
   private:
     static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
 
-    // One buffer takes stores while the others load.
-    static constexpr int kAhead = C::kPullBuffers - 1;
+    // Two buffers take stores while the others load.
+    static constexpr int kAhead = C::kPullBuffers - 2;
 
     // The piece after `newest`, which becomes it, with its load under way; none at the end.
     __device__ __forceinline__ PullPiece start_next(Rows& rows, PullPiece& newest) {
@@ -145,8 +149,8 @@ class Puller {
         piece.bytes = min(row_bytes - piece.offset, C::kPullBytes);
         piece.last = piece.offset + piece.bytes == row_bytes && piece.moved == C::kMoved - 1;
         maybe_delay(p.delay_seed, static_cast<std::uint32_t>(piece.of.token));
-        // The stores that last read the buffer are those before the ones that are still to come.
-        ptx::bulk_wait_read<0>();
+        // The stores that last read the buffer: one piece is stored between them and this.
+        ptx::bulk_wait_read<1>();
         __syncwarp();
         load(piece);
         newest = piece;
@@ -162,9 +166,22 @@ class Puller {
         __syncwarp();
         loading_.next();
     }
-    __device__ __forceinline__ void arrive(const PullPiece& piece) const {
-        if (piece.last && lane() < piece.of.rows)
-            ptx::add_release_gpu(p.counters + p.arrived + piece.of.slot / layout::kRowBlock, 1);
+    // A token whose last piece is on its way to the pools, to be counted once it is there.
+    __device__ __forceinline__ void stored(const PullPiece& piece) {
+        if (!piece.last) return;
+#pragma unroll
+        for (int i = kRowsPerCount - 1; i > 0; --i)
+            blocks_[i] = blocks_[i - 1];
+        blocks_[0] = lane() < piece.of.rows ? piece.of.slot / layout::kRowBlock : -1;
+        ++uncounted_;
+    }
+    __device__ __forceinline__ void count() {
+        ptx::fence_gpu();
+#pragma unroll
+        for (int i = 0; i < kRowsPerCount; ++i)
+            if (i < uncounted_ && blocks_[i] >= 0)
+                ptx::add_relaxed_gpu(p.counters + p.arrived + blocks_[i], 1);
+        uncounted_ = 0;
     }
 
     const LayerParams& p;
@@ -173,24 +190,26 @@ class Puller {
     RingCursor<C::kPullBuffers> loading_;
     RingCursor<C::kPullBuffers> landing_;
     bool ended_ = false;
+    // The fence before an arrival is counted takes as long as a row: one for several tokens.
+    static constexpr int kRowsPerCount = 4;
+    int uncounted_ = 0;
+    int blocks_[kRowsPerCount] = {};  // of each lane's slots of the tokens that are not counted
 };
 
-// Rows or tokens that each warp copies before the roles part.
-inline constexpr int kFirstPerWarp = 2;
-
+// Rows or tokens that are copied before the roles part.
 template <class C>
-__device__ __forceinline__ int first_copied() {
-    return kFirstPerWarp * (C::kThreads / 32) * static_cast<int>(ptx::num_ctas());
+__device__ __forceinline__ int first_copied(const LayerParams& p) {
+    return p.first_per_warp * (C::kThreads / 32) * static_cast<int>(ptx::num_ctas());
 }
 
-// One warp, through registers: up to kFirstPerWarp of the rows.
+// One warp, through registers: up to first_per_warp of the rows.
 template <class C, class Rows>
 __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView& view, Rows rows) {
     constexpr int kVectors = 8;  // in flight per lane
     const int row_bytes = p.hidden * 2;
     const int lane_bytes = static_cast<int>(ptx::lane_id()) * 16;
     TokenRows t{};
-    for (int i = 0; i < kFirstPerWarp && rows.next(t); ++i) {
+    for (int i = 0; i < p.first_per_warp && rows.next(t); ++i) {
 #pragma unroll 1
         for (int moved = 0; moved < C::kMoved; ++moved) {
             const std::byte* from = row_source(p, moved, t, row_bytes);
@@ -253,7 +272,7 @@ __device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShare
             await_free_chunk(p, epoch, chunk, lost);
             prepare(chunk, lost);
             tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
-            const int copied = chunk == 0 ? first_copied<C>() : 0;
+            const int copied = chunk == 0 ? first_copied<C>(p) : 0;
             puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);
         }
     };

@@ -31,62 +31,65 @@ struct RowSum {
     bool poison;
 };
 
-// out = row 0 + row 1 + ... in fp32, in this order, rounded once; zeros for no rows. A lane has Rows x Steps
-// loads in flight, each of 16 bytes at steps of 256 columns.
+// out = row 0 + row 1 + ... in fp32, in this order, rounded once; zeros for no rows. Steps of 256 columns from
+// byte `at` on, as long as there are `Steps` of them: then every load has its register, where a load under a
+// predicate went to local memory. A lane has Rows x Steps loads in flight, each of 16 bytes.
 template <int Rows, int Steps>
-__device__ __forceinline__ void sum_rows_by(const RowSum& s, int hidden) {
+__device__ __forceinline__ void sum_steps(const RowSum& s, int row_bytes, int& at) {
     constexpr int kStepBytes = 32 * 16;
-    const std::int64_t row_bytes = std::int64_t{hidden} * 2;
-    const std::int64_t lane_bytes = std::int64_t{ptx::lane_id()} * 16;
-#pragma unroll 1
-    for (std::int64_t at = lane_bytes; at < row_bytes; at += Steps * kStepBytes) {
-        const auto inside = [&](int step) { return at + step * kStepBytes < row_bytes; };
+    for (; at + Steps * kStepBytes <= row_bytes; at += Steps * kStepBytes) {
+        const int lane_at = at + static_cast<int>(ptx::lane_id()) * 16;
         float sum[Steps][8] = {};
 #pragma unroll 1
         for (int first = 0; first < s.count; first += Rows) {
-            uint4 v[Rows][Steps];
+            uint4 v[Rows][Steps] = {};
 #pragma unroll
             for (int i = 0; i < Rows; ++i) {
                 const std::byte* from =
-                    s.rows + __shfl_sync(ptx::kAllLanes, s.row, first + i) * row_bytes + at;
-                if (first + i >= s.count) continue;
+                    s.rows + __shfl_sync(ptx::kAllLanes, s.row, first + i) * std::int64_t{row_bytes} + lane_at;
+                if (Rows > 1 && first + i >= s.count) continue;
 #pragma unroll
                 for (int step = 0; step < Steps; ++step)
-                    if (inside(step))
-                        v[i][step] =
-                            ptx::load_relaxed_gpu(reinterpret_cast<const uint4*>(from + step * kStepBytes));
+                    v[i][step] =
+                        ptx::load_relaxed_gpu(reinterpret_cast<const uint4*>(from + step * kStepBytes));
             }
 #pragma unroll
             for (int i = 0; i < Rows; ++i) {
-                if (first + i >= s.count) continue;
+                if (Rows > 1 && first + i >= s.count) continue;
 #pragma unroll
                 for (int step = 0; step < Steps; ++step)
-                    if (inside(step)) add_bf16x8(sum[step], v[i][step]);
+                    add_bf16x8(sum[step], v[i][step]);
             }
         }
 #pragma unroll
         for (int step = 0; step < Steps; ++step) {
-            if (!inside(step)) continue;
             const float (&f)[8] = sum[step];
             uint4 result{ptx::convert_bf16x2(f[0], f[1]), ptx::convert_bf16x2(f[2], f[3]),
                          ptx::convert_bf16x2(f[4], f[5]), ptx::convert_bf16x2(f[6], f[7])};
             if (s.poison) result = {kTwoNans, kTwoNans, kTwoNans, kTwoNans};
-            ptx::store(s.out + at + step * kStepBytes, result);
+            ptx::store(s.out + lane_at + step * kStepBytes, result);
         }
     }
 }
 
-// By one warp. A sum takes as long as its loads wait, so as many are under way as there are registers for:
-// `Wide` in a math warp.
-template <bool Wide>
+template <int Rows, int Steps>
+__device__ __forceinline__ void sum_rows_by(const RowSum& s, int hidden) {
+    int at = 0;
+    sum_steps<Rows, Steps>(s, hidden * 2, at);
+    sum_steps<Rows, 1>(s, hidden * 2, at);
+}
+
+// By one warp. A sum takes as long as its loads wait, so as many are under way as there are registers for.
 __device__ __forceinline__ void sum_rows(const RowSum& s, int hidden) {
     if (s.out == nullptr) return;
     if (s.count == 1)
-        sum_rows_by<1, 4>(s, hidden);
-    else if constexpr (Wide)
-        sum_rows_by<8, 2>(s, hidden);
-    else
+        sum_rows_by<1, 8>(s, hidden);
+    else if (s.count == 2)
+        sum_rows_by<2, 4>(s, hidden);
+    else if (s.count <= 4)
         sum_rows_by<4, 2>(s, hidden);
+    else
+        sum_rows_by<8, 2>(s, hidden);
 }
 
 }  // namespace mega_moe::device

@@ -104,15 +104,6 @@ def test_replays_equal_eager_calls(problem: Problem, buffer: mega_moe.MoEBuffer)
     buffer.check()
 
 
-def test_a_capture_of_the_backward_is_refused_readably(problem: Problem, buffer: mega_moe.MoEBuffer) -> None:
-    leaves = problem.requires_grad()
-    call(leaves, buffer).backward(leaves.dy)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(mega_moe.MegaMoEError, match="its forward can"), torch.cuda.graph(graph):
-        torch.autograd.grad(call(leaves, buffer), leaves.x, leaves.dy)
-    assert relative_l2(call(problem, buffer), exact(problem)) <= BF16_TOLERANCE
-
-
 def test_a_bad_id_in_a_replay_is_raised_by_what_comes_next(
     problem: Problem, buffer: mega_moe.MoEBuffer
 ) -> None:
@@ -152,6 +143,10 @@ def test_a_bad_id(problem: Problem, buffer: mega_moe.MoEBuffer, then: str) -> No
     }
     with pytest.raises(ValueError, match=r"topk_idx\[7, 1\]: got expert 16, want -1 or 0 to 15"):
         steps[then]()
+    if then == "backward":
+        # It was launched, since other ranks would wait for it, and met the same id.
+        with pytest.raises(ValueError, match=r"topk_idx\[7, 1\]"):
+            buffer.check()
     buffer.check()
     assert relative_l2(call(problem, buffer), exact(problem)) <= BF16_TOLERANCE
 

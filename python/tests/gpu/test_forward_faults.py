@@ -135,9 +135,9 @@ def test_missing_rank(cuda_device: torch.device, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_rank_that_only_routes(cuda_device: torch.device, num_ranks: int) -> None:
-    """It launched, but sends no tokens: the progress limit ends the others' waits, and says for what."""
+    """All are told at once, and by no time limit."""
     layer = layer_of(cuda_device, num_ranks)
-    ranks = ranks_of(cuda_device, layer, progress=0.5)
+    ranks = ranks_of(cuda_device, layer, progress=30.0)
     ranks.forward(layer)
     torch.cuda.synchronize()
     began = time.monotonic()
@@ -145,19 +145,11 @@ def test_rank_that_only_routes(cuda_device: torch.device, num_ranks: int) -> Non
     with ranks.on(num_ranks - 1):
         ranks.routers[-1].route(layer.ids[-1], layer.weights[-1])
     torch.cuda.synchronize()
-    assert 0.4 < time.monotonic() - began < 10
-    told = []
+    assert time.monotonic() - began < 10
     for rank, own in enumerate(y):
         assert all_nan(own)
-        with pytest.raises((RankTimeoutError, PeerError), match="progress limit") as caught:
+        with pytest.raises(PeerError, match="called"):
             ranks.kernels[rank].check()
-        told.append(str(caught.value))
-    assert any(
-        f"the tokens of rank {num_ranks - 1}" in text
-        or f"sums of rank {num_ranks - 1}" in text
-        or "its own" in text
-        for text in told
-    ), told
 
 
 def test_arguments_are_refused_before_the_launch(cuda_device: torch.device) -> None:

@@ -103,9 +103,9 @@ def test_many_experts_of_one_rank(cuda_device: torch.device, experts: int) -> No
 
 
 def test_too_many_experts_are_refused_with_the_reason(cuda_device: torch.device) -> None:
-    layer = many_experts(cuda_device, 2048)
+    layer = many_experts(cuda_device, 4096)
     with pytest.raises(
-        RuntimeError, match=r"2048 experts per rank and 300 tokens need \d+ bytes of shared memory"
+        RuntimeError, match=r"4096 experts per rank and 300 tokens need \d+ bytes of shared memory"
     ):
         new_ranks(cuda_device, layer).forward(layer)
 
