@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mega_moe.bench import trace_chrome, trace_draw
 from mega_moe.bench.environment import describe
-from mega_moe.bench.forward_ranks import Options
+from mega_moe.bench.kernel_ranks import Options
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_run import Recorded, record, why_no_trace

@@ -9,7 +9,7 @@ import torch
 from mega_moe._backends import facts
 from mega_moe._backends.kernel_router import KernelRouter
 from mega_moe._backends.tables import plain_tables
-from mega_moe.bench.forward_ranks import ForwardRanks, Options, why_not
+from mega_moe.bench.kernel_ranks import KernelRanks, Options, why_not
 from mega_moe.bench.trace_check import Tile, tiles_of
 from mega_moe.bench.trace_events import Trace, read
 from mega_moe.bench.trace_kinds import ROLES, WORDS
@@ -48,7 +48,7 @@ def record(options: Options, device: torch.device) -> Recorded:
 
     Raises RuntimeError when the traced kernel's result differs from the plain one's.
     """
-    ranks = ForwardRanks(options, device)
+    ranks = KernelRanks(options, device)
     want = ranks.launch(None)
     plain_us = ranks.timed(None)
     rows = FIRST_ROWS
@@ -62,17 +62,18 @@ def record(options: Options, device: torch.device) -> Recorded:
         if not trace.full_lanes or rows >= MOST_ROWS:
             break
         rows *= 2
-    for rank, (plain, traced) in enumerate(zip(want, got, strict=True)):
-        # As bits, in which NaN is equal to itself.
-        if not torch.equal(plain.view(torch.int16), traced.view(torch.int16)):
-            raise RuntimeError(f"rank {rank}: the traced kernel's y differs from the plain one's")
+    for rank, pairs in enumerate(zip(want, got, strict=True)):
+        for plain, traced in zip(*pairs, strict=True):
+            # As bits, in which NaN is equal to itself.
+            if not torch.equal(plain.view(torch.int16), traced.view(torch.int16)):
+                raise RuntimeError(f"rank {rank}: the traced kernel's results differ from the plain one's")
     for array in arrays:
         array.zero_()
     traced_us = ranks.timed(arrays)
     return Recorded(read(arrays), _tiles(options, ranks), plain_us, traced_us, ranks.num_sms)
 
 
-def _tiles(options: Options, ranks: ForwardRanks) -> set[Tile]:
+def _tiles(options: Options, ranks: KernelRanks) -> set[Tile]:
     shape = options.shape
     ids = [inputs.topk_idx for inputs in ranks.inputs]
     tables = [

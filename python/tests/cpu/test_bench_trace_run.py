@@ -11,7 +11,7 @@ import torch
 
 from mega_moe._backends import facts
 from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe.bench import forward_ranks, main, trace, trace_file, trace_run
+from mega_moe.bench import kernel_ranks, main, trace, trace_file, trace_run
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import SHAPES
 from mega_moe.bench.trace_check import tiles_of
@@ -58,7 +58,7 @@ def test_without_a_tracing_variant_the_reason_is_said(
 ) -> None:
     tracing = tuple(Variant("forward_trace", name, "bf16", 256, 128) for name in architectures)
     monkeypatch.setattr(facts, "collect", lambda *_: replace(H200, variants=(*H200.variants, *tracing)))
-    options = forward_ranks.Options(SHAPES["30B"], 128, 1)
+    options = kernel_ranks.Options(SHAPES["30B"], 128, 1)
     assert trace_run.why_no_trace(options, torch.device("cuda", 0)) == reasons
 
 
@@ -96,7 +96,7 @@ def recorded(made: Trace) -> trace_run.Recorded:
 def run(made: Trace, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(trace, "why_no_trace", lambda *_: [])
     monkeypatch.setattr(trace, "record", lambda *_: recorded(made))
-    options = forward_ranks.Options(SHAPES["tiny"], 65, 1)
+    options = kernel_ranks.Options(SHAPES["tiny"], 65, 1)
     return trace.run(options, trace.Files.of(out), Context(torch.device("cpu"), None, 0, 1))
 
 
@@ -160,6 +160,6 @@ def test_a_written_trace_is_summed_up_and_drawn_elsewhere(
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
-    options = forward_ranks.Options(SHAPES["tiny"], 65, 1)
+    options = kernel_ranks.Options(SHAPES["tiny"], 65, 1)
     with pytest.raises(ValueError, match=r"got 2 processes, wanted one; --virtual-ranks"):
         trace.run(options, trace.Files.of(tmp_path / "t"), Context(torch.device("cpu"), None, 0, 2))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mega_moe.bench import main
-from mega_moe.bench.forward_ranks import Options
+from mega_moe.bench.kernel_ranks import Options
 from mega_moe.bench.shapes import Shape
 from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_events import Trace
