@@ -1,4 +1,4 @@
-"""The tracing kernel on a GPU: its events are those of the schedule that the layer must have had."""
+"""The tracing form of the forward on a GPU: its events are those of the schedule that the layer must have had."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_every_tile_has_products_once(
     got = recorded(case, cuda_device, traces)
     assert got.trace.full_lanes == ()
     assert got.trace.malformed == 0
-    assert len(got.tiles) > 0
-    assert tile_faults(got.trace, got.tiles) == []
-    chunks = {tile[2] for tile in got.tiles}
+    assert got.wanted.products() > 0
+    assert tile_faults(got.trace, got.wanted.tiles) == []
+    chunks = {tile[2] for tile in got.wanted.tiles}
     assert (len(chunks) > 1) == (case == "two chunks")
 
 
