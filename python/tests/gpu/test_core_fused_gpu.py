@@ -42,7 +42,7 @@ def test_what_it_says_of_itself(buffer: mega_moe.MoEBuffer) -> None:
         "kernel",
         None,
     )
-    assert "the backward runs on torch's grouped products" in buffer.reason
+    assert buffer.reason == "fused"  # no note: both directions are kernels
 
 
 def test_forward_never_waits(
@@ -104,15 +104,6 @@ def test_replays_equal_eager_calls(problem: Problem, buffer: mega_moe.MoEBuffer)
     buffer.check()
 
 
-def test_a_capture_of_the_backward_is_refused_readably(problem: Problem, buffer: mega_moe.MoEBuffer) -> None:
-    leaves = problem.requires_grad()
-    call(leaves, buffer).backward(leaves.dy)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(mega_moe.MegaMoEError, match="its forward can"), torch.cuda.graph(graph):
-        torch.autograd.grad(call(leaves, buffer), leaves.x, leaves.dy)
-    assert relative_l2(call(problem, buffer), exact(problem)) <= BF16_TOLERANCE
-
-
 def test_a_bad_id_in_a_replay_is_raised_by_what_comes_next(
     problem: Problem, buffer: mega_moe.MoEBuffer
 ) -> None:
@@ -150,8 +141,13 @@ def test_a_bad_id(problem: Problem, buffer: mega_moe.MoEBuffer, then: str) -> No
         "check": buffer.check,
         "backward": lambda: y.backward(leaves.dy),
     }
-    with pytest.raises(ValueError, match=r"topk_idx\[7, 1\]: got expert 16, want -1 or 0 to 15"):
+    told = r"topk_idx\[7, 1\]: got expert 16, want -1 or 0 to 15"
+    with pytest.raises(ValueError, match=told):
         steps[then]()
+    if then == "backward":
+        # It was launched all the same, since other ranks wait for it, and met the id again.
+        with pytest.raises(ValueError, match=told):
+            buffer.check()
     buffer.check()
     assert relative_l2(call(problem, buffer), exact(problem)) <= BF16_TOLERANCE
 
