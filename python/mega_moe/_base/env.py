@@ -11,6 +11,7 @@ VARIABLES: dict[str, str] = {
     "MEGA_MOE_REQUIRE_GPU": "tests only; 1: a GPU test that cannot run fails instead of being skipped",
     "MEGA_MOE_REQUIRE_INSTALLED": "tests only; 1: the tests refuse a package that is not installed from a wheel",
     "MEGA_MOE_REQUIRE_TRAINERS": "tests only; 1: a test of a trainer's own classes fails where that is not installed",
+    "MEGA_MOE_SOAK_S": "tests only; seconds of the soak of random small calls on a GPU, 60 unless set, at most 240",
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mega_moe._base.types import PRECISIONS
-from mega_moe.bench import forward_ranks, schema, trace
+from mega_moe.bench import kernel_ranks, schema, trace
 from mega_moe.bench.protocols import PROTOCOLS
 from mega_moe.bench.ranks import joined
 from mega_moe.bench.shapes import DIRECTIONS, SHAPES, find_shape
@@ -54,8 +54,9 @@ def parser() -> argparse.ArgumentParser:
         "--trace",
         type=Path,
         metavar="OUT",
-        help="instead of timing, record what every role of the fused forward does in one call: print a summary, "
-        "write OUT.json for Perfetto and draw OUT.png; takes --shape, --tokens and --virtual-ranks",
+        help="instead of timing, record what every role of a fused kernel does in one call: print a summary, write "
+        "OUT.json for Perfetto and draw OUT.png; takes --shape, --tokens, --virtual-ranks and one --direction, forward "
+        "(default) or backward",
     )
     add(
         "--virtual-ranks",
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
     """Runs the command; 0 when every row was measured or refused, 1 when one failed, 2 for bad words."""
     words = parser().parse_args(argv)
     if words.trace is not None:
-        forward_ranks.prepare_process()
+        kernel_ranks.prepare_process()
     try:
         with joined(words.device) as context:
             if words.trace is not None:
@@ -98,7 +99,6 @@ def _report(row: schema.Row, first: bool) -> None:
 _NOT_WITH_TRACE = (
     "backend",
     "protocol",
-    "direction",
     "precision",
     "part",
     "dtype",
@@ -109,7 +109,7 @@ _NOT_WITH_TRACE = (
 )
 
 
-def _trace_options(words: argparse.Namespace) -> forward_ranks.Options:
+def _trace_options(words: argparse.Namespace) -> kernel_ranks.Options:
     plain = parser()
     for name in _NOT_WITH_TRACE:
         if getattr(words, name) != plain.get_default(name):
@@ -118,8 +118,13 @@ def _trace_options(words: argparse.Namespace) -> forward_ranks.Options:
     if len(shapes) != 1:
         raise ValueError(f"shape: got {words.shape!r}, wanted one shape to trace")
     shape = find_shape(shapes[0])
+    direction = "forward" if words.direction == plain.get_default("direction") else words.direction
+    if direction not in kernel_ranks.DIRECTIONS:
+        raise ValueError(
+            f"direction: got {direction!r}, wanted one of {', '.join(kernel_ranks.DIRECTIONS)} to trace"
+        )
     _check_tokens(words)
-    return forward_ranks.Options(shape, words.tokens or shape.default_tokens, words.virtual_ranks)
+    return kernel_ranks.Options(shape, words.tokens or shape.default_tokens, words.virtual_ranks, direction)
 
 
 def _check_tokens(words: argparse.Namespace) -> None:

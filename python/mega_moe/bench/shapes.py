@@ -11,7 +11,8 @@ DIRECTIONS = ("forward", "backward", "forward_backward")
 # Products of one routed row, in units of H * I multiply-adds counted as two FLOPs:
 _FORWARD = 6  # gate and up 4, down 2
 _RECOMPUTE = 4  # gate and up again, because the forward keeps x, ids and weights only
-_INPUT_GRADIENT = 6  # dh 2, dx 4
+_HIDDEN_GRADIENT = 2  # dh
+_INPUT_GRADIENT = 4  # dx
 _WEIGHT_GRADIENT = 6  # dW1 4, dW2 2
 
 
@@ -99,10 +100,16 @@ def layer_work(
     if direction != "backward":
         add(_FORWARD, forward_fp8)
     if direction != "forward":
-        add(_INPUT_GRADIENT + (_RECOMPUTE if recompute else 0), backward_fp8)
+        add(_HIDDEN_GRADIENT + _INPUT_GRADIENT + (_RECOMPUTE if recompute else 0), backward_fp8)
         add(_WEIGHT_GRADIENT, False)
     rule = f"{sum(units.values())}*T*K*H*I"
     if direction != "forward":
         rule += ", gate and up recomputed" if recompute else ", nothing recomputed"
     rows = tokens * shape.top_k * shape.hidden * shape.intermediate
     return Work({element: float(count * rows) for element, count in units.items()}, rule)
+
+
+def backward_flops(shape: Shape, tokens: int, *, dx: bool, dw: bool) -> float:
+    """FLOPs of a backward that recomputes gate and up and is asked for dx, the weights' gradients, or both."""
+    units = _RECOMPUTE + _HIDDEN_GRADIENT + (_INPUT_GRADIENT if dx else 0) + (_WEIGHT_GRADIENT if dw else 0)
+    return float(units * tokens * shape.top_k * shape.hidden * shape.intermediate)

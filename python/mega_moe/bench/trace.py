@@ -1,4 +1,4 @@
-"""`mega-moe bench --trace OUT`: record one call of the fused forward, sum it up, write it for Perfetto, and draw it."""
+"""`mega-moe bench --trace OUT`: record one call of a fused kernel, sum it up, write it for Perfetto, and draw it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mega_moe.bench import trace_chrome, trace_draw
 from mega_moe.bench.environment import describe
-from mega_moe.bench.forward_ranks import Options
+from mega_moe.bench.kernel_ranks import Options
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_run import Recorded, record, why_no_trace
@@ -72,8 +72,8 @@ def run(options: Options, files: Files, context: Context) -> int:
 
 def _title(options: Options, recorded: Recorded, device: str) -> str:
     return (
-        f"{options.shape.name} forward, T={options.tokens} x {options.num_ranks} ranks of {recorded.num_sms} SMs, "
-        f"{device}: {recorded.plain_us:.1f} us, traced {recorded.traced_us:.1f} us"
+        f"{options.shape.name} {options.direction}, T={options.tokens} x {options.num_ranks} ranks of "
+        f"{recorded.num_sms} SMs, {device}: {recorded.plain_us:.1f} us, traced {recorded.traced_us:.1f} us"
     )
 
 
@@ -82,9 +82,10 @@ def _judge(recorded: Recorded) -> list[str]:
     if recorded.trace.full_lanes:
         print("schedule: not judged, since events were dropped")
         return []
-    faults = [*tile_faults(recorded.trace, recorded.tiles), *order_faults(recorded.trace)]
+    wanted = recorded.wanted
+    faults = [*tile_faults(recorded.trace, wanted.tiles), *order_faults(recorded.trace, wanted.whole)]
     if not faults:
-        print(f"schedule: right, each of {len(recorded.tiles)} tiles once and after what it reads")
+        print(f"schedule: right, each of {wanted.products()} products once and after what it reads")
         return []
     print(f"schedule: {len(faults)} faults, the first of them")
     print(*(f"  {fault}" for fault in faults[:_SHOWN_FAULTS]), sep="\n")

@@ -33,6 +33,14 @@ class Index(enum.Enum):
     ENTRY = "entry of a list of tokens"
 
 
+class Rows(enum.Enum):
+    """Whose earlier work an event waits for."""
+
+    BLOCK = "of the same block of rows"
+    TILE = "of the two blocks of the same tile"
+    EXPERT = "of the expert in the chunk"
+
+
 @dataclass(frozen=True)
 class Kind:
     """One row of the table. ``part`` is the piece of work, the same for its waits, loads, products and epilogue."""
@@ -43,10 +51,12 @@ class Kind:
     state: State
     index: Index = Index.NONE
     after: int = 0
-    """Of a tile: the kind that must have ended before, for all tiles of the same rows.
+    """Of a tile: the kind that must have ended before, for all tiles of some rows.
 
-    Not told of loads: the clock is read a little after the count that they wait for, so that some would seem early.
+    The forward tells it of products, whose wait is an event of its own. The backward's products begin with that wait,
+    so there it is the loads that begin when the inputs are there.
     """
+    rows: Rows = Rows.BLOCK
 
 
 _TABLE = (
@@ -71,10 +81,10 @@ _TABLE = (
     Kind(19, "wait for dx inputs", "dx", State.WAIT, Index.TILE),
     Kind(20, "wait for gradient inputs", "gradient", State.WAIT, Index.TILE),
     Kind(21, "load dz", "dz", State.COPY, Index.TILE),
-    Kind(22, "load dx", "dx", State.COPY, Index.TILE),
-    Kind(23, "load gradient", "gradient", State.COPY, Index.TILE),
+    Kind(22, "load dx", "dx", State.COPY, Index.TILE, after=27, rows=Rows.TILE),
+    Kind(23, "load gradient", "gradient", State.COPY, Index.TILE, after=27, rows=Rows.EXPERT),
     Kind(24, "dz", "dz", State.PRODUCTS, Index.TILE),
-    Kind(25, "dx", "dx", State.PRODUCTS, Index.TILE, after=27),
+    Kind(25, "dx", "dx", State.PRODUCTS, Index.TILE),
     Kind(26, "gradient", "gradient", State.PRODUCTS, Index.TILE),
     Kind(27, "epilogue dz", "dz", State.EPILOGUE, Index.TILE),
     Kind(28, "epilogue dx", "dx", State.EPILOGUE, Index.TILE),

@@ -1,4 +1,4 @@
-"""The fused forward under the tracing kernel: one rank, or several that share the GPU, each with a part of its SMs."""
+"""A fused kernel in its tracing form: one rank, or several that share the GPU, each with a part of its SMs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import torch
 from mega_moe._backends import facts
 from mega_moe._backends.kernel_router import KernelRouter
 from mega_moe._backends.tables import plain_tables
-from mega_moe.bench.forward_ranks import ForwardRanks, Options, why_not
-from mega_moe.bench.trace_check import Tile, tiles_of
+from mega_moe.bench.kernel_ranks import KernelRanks, Options, why_not
 from mega_moe.bench.trace_events import Trace, read
 from mega_moe.bench.trace_kinds import ROLES, WORDS
+from mega_moe.bench.trace_tiles import Wanted, of_backward, of_forward
 
 FIRST_ROWS = 512  # of a lane; twice as many whenever one was full
 MOST_ROWS = 1 << 16
-TILE_COLUMNS = {"gate/up": 128, "down": 256}
-"""Columns of one tile, by part; of gate and of up as many each."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The trace of one call, the tiles that it must show, and us from before to after all launches of a call."""
+    """The trace of one call, what it must show, and us from before to after all launches of a call."""
 
     trace: Trace
-    tiles: set[Tile]
+    wanted: Wanted
     plain_us: float  # of the kernel that users run
     traced_us: float
     num_sms: int  # of each rank
@@ -37,18 +35,20 @@ def why_no_trace(options: Options, device: torch.device) -> list[str]:
     known = facts.collect(device)
     if device.type == "cuda" and known.library_loaded:
         serving = "{}{}".format(*(known.compute_capability or (0, 0)))
-        tracing = (v for v in known.variants if v.op == "forward_trace")
+        tracing = (v for v in known.variants if v.op == f"{options.direction}_trace")
         if not any(variant.architecture.rstrip("af") == serving for variant in tracing):
-            reasons.append(f"this wheel holds no tracing variant of the forward kernel for sm_{serving}")
+            reasons.append(
+                f"this wheel holds no tracing variant of the {options.direction} kernel for sm_{serving}"
+            )
     return reasons
 
 
 def record(options: Options, device: torch.device) -> Recorded:
-    """Launches the layer plain and traced, each once warm and once measured, and reads the events.
+    """Launches the kernel plain and traced, each once warm and once measured, and reads the events.
 
-    Raises RuntimeError when the traced kernel's result differs from the plain one's.
+    Raises RuntimeError when the traced kernel's results differ from the plain one's.
     """
-    ranks = ForwardRanks(options, device)
+    ranks = KernelRanks(options, device)
     want = ranks.launch(None)
     plain_us = ranks.timed(None)
     rows = FIRST_ROWS
@@ -62,25 +62,28 @@ def record(options: Options, device: torch.device) -> Recorded:
         if not trace.full_lanes or rows >= MOST_ROWS:
             break
         rows *= 2
-    for rank, (plain, traced) in enumerate(zip(want, got, strict=True)):
-        # As bits, in which NaN is equal to itself.
-        if not torch.equal(plain.view(torch.int16), traced.view(torch.int16)):
-            raise RuntimeError(f"rank {rank}: the traced kernel's y differs from the plain one's")
+    for rank, pairs in enumerate(zip(want, got, strict=True)):
+        for plain, traced in zip(*pairs, strict=True):
+            # As bits, in which NaN is equal to itself.
+            if not torch.equal(_bits(plain), _bits(traced)):
+                raise RuntimeError(f"rank {rank}: the traced kernel's results differ from the plain one's")
     for array in arrays:
         array.zero_()
     traced_us = ranks.timed(arrays)
-    return Recorded(read(arrays), _tiles(options, ranks), plain_us, traced_us, ranks.num_sms)
+    return Recorded(read(arrays), _wanted(options, ranks), plain_us, traced_us, ranks.num_sms)
 
 
-def _tiles(options: Options, ranks: ForwardRanks) -> set[Tile]:
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+
+
+def _wanted(options: Options, ranks: KernelRanks) -> Wanted:
     shape = options.shape
     ids = [inputs.topk_idx for inputs in ranks.inputs]
     tables = [
         plain_tables(ids, rank, shape.num_experts, KernelRouter(kernels).limit())
         for rank, kernels in enumerate(ranks.kernels)
     ]
-    columns = {
-        "gate/up": shape.intermediate // TILE_COLUMNS["gate/up"],
-        "down": shape.hidden // TILE_COLUMNS["down"],
-    }
-    return tiles_of([t.expert_rows for t in tables], [t.expert_slots for t in tables], columns)
+    rows, slots = [t.expert_rows for t in tables], [t.expert_slots for t in tables]
+    of_direction = of_forward if options.direction == "forward" else of_backward
+    return of_direction(rows, slots, shape.hidden, shape.intermediate)

@@ -2,7 +2,8 @@
 
 Read in this order: `config` (all numbers), `model` (plain PyTorch plus one `MegaMoE` module per layer), `corpus`
 (text), `streams` (random numbers), `parallel` (experts over ranks, the rest with FSDP2, one gradient norm over both),
-`checkpoint`, `trainer` (one step), `train` (the loop), `report` (what a run leaves), `command` (the command line).
+`checkpoint`, `trainer` (one step), `train` (the loop), `report` (what a run leaves), `command` (the command line);
+`follow` (does a backend train as the reference does).
 """
 
 from __future__ import annotations

@@ -14,6 +14,15 @@ def mean_of_last(losses: list[float], count: int = 50) -> float:
     return sum(tail) / len(tail)
 
 
+def running_mean(losses: list[float]) -> list[float]:
+    """At each step the mean so far, in which a loss weighs 5 % less with every later one."""
+    running, smooth = losses[0], []
+    for loss in losses:
+        running += 0.05 * (loss - running)
+        smooth.append(running)
+    return smooth
+
+
 def write_report(out: Path, report: dict[str, Any]) -> None:
     """Write both files into `out`. `report` needs `history` as the loop keeps it."""
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -27,10 +36,7 @@ def draw_losses(path: Path, history: dict[str, Any], backend: str) -> None:
     from matplotlib.figure import Figure
 
     losses: list[float] = history["loss"]
-    running, smooth = losses[0], []
-    for loss in losses:
-        running += 0.05 * (loss - running)
-        smooth.append(running)
+    smooth = running_mean(losses)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -49,7 +49,7 @@ def two_tiles() -> Tensor:
 
 ROWS = torch.tensor([[65, 0]])  # of two experts in one chunk; two row blocks
 SLOTS = torch.tensor([[128, 256]])
-COLUMNS = {"gate/up": 1, "down": 2}
+COLUMNS = {"gate/up": range(1), "down": range(2)}
 
 
 def schedule(*, down: int = 400, columns: Sequence[int] = (0, 1), second_epilogue: int = 390) -> Trace:

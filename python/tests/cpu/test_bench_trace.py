@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from mega_moe.bench import trace_chrome, trace_draw
-from mega_moe.bench.trace_check import order_faults, tile_faults, tiles_of
+from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_events import Trace, read
 from mega_moe.bench.trace_kinds import KINDS, ROLES, Index, Kind, State, code, event_name, tile
 from mega_moe.bench.trace_spans import Spans
 from mega_moe.bench.trace_summary import edges_of, summarise
 from mega_moe.bench.trace_table import render
+from mega_moe.bench.trace_tiles import row_tiles
 
 from ._trace import COLUMNS, LOAD, MATH_0, MATH_1, PULL, PUSH, ROWS, SLOTS, array, schedule, two_tiles
 
@@ -286,15 +287,15 @@ def test_picture_is_a_png(arrays: list[Tensor], tmp_path: Path) -> None:
 
 
 def test_a_right_schedule_has_no_faults() -> None:
-    wanted = tiles_of([ROWS], [SLOTS], COLUMNS)
-    assert len(wanted) == 2 * (1 + 2)
+    wanted = row_tiles([ROWS], [SLOTS], COLUMNS)
+    assert wanted.total() == len(wanted) == 2 * (1 + 2)
     assert tile_faults(schedule(), wanted) == []
     assert order_faults(schedule()) == []
 
 
 def test_tiles_of_several_ranks_and_chunks() -> None:
     rows, slots = torch.tensor([[1, 64], [0, 129]]), torch.tensor([[0, 128], [256, 256]])
-    wanted = tiles_of([rows, rows], [slots, slots], {"gate/up": 1})
+    wanted = row_tiles([rows, rows], [slots, slots], {"gate/up": range(1)})
     assert {(chunk, expert, index) for _, _, chunk, expert, index in wanted} == {
         (0, 0, 0),
         (0, 1, 2),
@@ -306,7 +307,7 @@ def test_tiles_of_several_ranks_and_chunks() -> None:
 
 
 def test_missing_strange_and_repeated_tiles_are_told() -> None:
-    wanted = tiles_of([ROWS], [SLOTS], COLUMNS)
+    wanted = row_tiles([ROWS], [SLOTS], COLUMNS)
     assert tile_faults(schedule(columns=(0,)), wanted) == [
         "rank 0 chunk 0 down e0 m2 n1: no products",
         "rank 0 chunk 0 down e0 m3 n1: no products",
@@ -316,8 +317,8 @@ def test_missing_strange_and_repeated_tiles_are_told() -> None:
         "rank 0 chunk 0 down e0 m3 n2: products of no tile",
     ]
     assert tile_faults(schedule(columns=(0, 1, 1)), wanted) == [
-        "rank 0 chunk 0 down e0 m2 n1: 2 products",
-        "rank 0 chunk 0 down e0 m3 n1: 2 products",
+        "rank 0 chunk 0 down e0 m2 n1: 2 products, wanted 1",
+        "rank 0 chunk 0 down e0 m3 n1: 2 products, wanted 1",
     ]
 
 

@@ -11,11 +11,11 @@ import torch
 
 from mega_moe._backends import facts
 from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe.bench import forward_ranks, main, trace, trace_file, trace_run
+from mega_moe.bench import kernel_ranks, main, trace, trace_file, trace_run
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import SHAPES
-from mega_moe.bench.trace_check import tiles_of
 from mega_moe.bench.trace_events import Trace
+from mega_moe.bench.trace_tiles import Wanted, row_tiles
 
 from ._trace import COLUMNS, ROWS, SLOTS, schedule
 
@@ -45,21 +45,16 @@ H200 = RankFacts(
 )
 
 
-@pytest.mark.parametrize(
-    ("architectures", "reasons"),
-    [
-        (["90a"], []),
-        ([], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
-        (["100a"], ["this wheel holds no tracing variant of the forward kernel for sm_90"]),
-    ],
-)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("architectures", "held"), [(["90a"], True), ([], False), (["100a"], False)])
 def test_without_a_tracing_variant_the_reason_is_said(
-    architectures: list[str], reasons: list[str], monkeypatch: pytest.MonkeyPatch
+    architectures: list[str], held: bool, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracing = tuple(Variant("forward_trace", name, "bf16", 256, 128) for name in architectures)
+    tracing = tuple(Variant(f"{direction}_trace", name, "bf16", 256, 128) for name in architectures)
     monkeypatch.setattr(facts, "collect", lambda *_: replace(H200, variants=(*H200.variants, *tracing)))
-    options = forward_ranks.Options(SHAPES["30B"], 128, 1)
-    assert trace_run.why_no_trace(options, torch.device("cuda", 0)) == reasons
+    options = kernel_ranks.Options(SHAPES["30B"], 128, 1, direction)
+    reason = f"this wheel holds no tracing variant of the {direction} kernel for sm_90"
+    assert trace_run.why_no_trace(options, torch.device("cuda", 0)) == ([] if held else [reason])
 
 
 @pytest.mark.parametrize(
@@ -69,6 +64,14 @@ def test_without_a_tracing_variant_the_reason_is_said(
         (["--dw-dtype", "float32"], "dw-dtype: cannot be combined with --trace"),
         (["--quick"], "quick: cannot be combined with --trace"),
         (["--shape", "30B,235B"], "shape: got '30B,235B', wanted one shape to trace"),
+        (
+            ["--direction", "forward_backward"],
+            "direction: got 'forward_backward', wanted one of forward, backward",
+        ),
+        (
+            ["--direction", "forward,backward"],
+            "direction: got 'forward,backward', wanted one of forward, backward",
+        ),
         (["--tokens", "0"], "tokens: got 0, wanted at least 1"),
         (["--virtual-ranks", "3"], "want a multiple of the 3 ranks"),
         (["--virtual-ranks", "0"], "num_ranks: got 0"),
@@ -90,13 +93,13 @@ def test_virtual_ranks_and_folders_are_checked(tmp_path: Path, capsys: pytest.Ca
 
 
 def recorded(made: Trace) -> trace_run.Recorded:
-    return trace_run.Recorded(made, tiles_of([ROWS], [SLOTS], COLUMNS), 9.0, 10.0, 2)
+    return trace_run.Recorded(made, Wanted(row_tiles([ROWS], [SLOTS], COLUMNS)), 9.0, 10.0, 2)
 
 
 def run(made: Trace, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(trace, "why_no_trace", lambda *_: [])
     monkeypatch.setattr(trace, "record", lambda *_: recorded(made))
-    options = forward_ranks.Options(SHAPES["tiny"], 65, 1)
+    options = kernel_ranks.Options(SHAPES["tiny"], 65, 1)
     return trace.run(options, trace.Files.of(out), Context(torch.device("cpu"), None, 0, 1))
 
 
@@ -106,7 +109,7 @@ def test_run_writes_what_it_says(
     assert run(schedule(), tmp_path / "t", monkeypatch) == 0
     said = capsys.readouterr()
     assert "tiny forward, T=65 x 1 ranks of 2 SMs" in said.out
-    assert "schedule: right, each of 6 tiles once and after what it reads" in said.out
+    assert "schedule: right, each of 6 products once and after what it reads" in said.out
     drawn = importlib.util.find_spec("matplotlib") is not None
     assert (tmp_path / "t.json").is_file()
     assert (tmp_path / "t.png").is_file() is drawn
@@ -160,6 +163,6 @@ def test_a_written_trace_is_summed_up_and_drawn_elsewhere(
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
-    options = forward_ranks.Options(SHAPES["tiny"], 65, 1)
+    options = kernel_ranks.Options(SHAPES["tiny"], 65, 1)
     with pytest.raises(ValueError, match=r"got 2 processes, wanted one; --virtual-ranks"):
         trace.run(options, trace.Files.of(tmp_path / "t"), Context(torch.device("cpu"), None, 0, 2))

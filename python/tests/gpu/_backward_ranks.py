@@ -31,18 +31,23 @@ class BackwardRanks(ForwardRanks):
         into = options.pop("into", None)
         results: dict[int, Gradients] = {}
         for rank in reversed(range(layer.num_ranks)):
+            own = None if into is None else into[rank]
             with self.on(rank):
-                results[rank], _ = self.backwards[rank].backward(
-                    dy[rank],
-                    layer.x[rank],
-                    layer.ids[rank],
-                    layer.weights[rank],
-                    *layer.experts(rank),
-                    layer.clamp,
-                    into=None if into is None else into[rank],
-                    **options,
-                )
+                results[rank] = self.start_backward_of(rank, layer, dy, into=own, **options)
         return [results[rank] for rank in range(layer.num_ranks)]
+
+    def start_backward_of(self, rank: int, layer: Layer, dy: Sequence[Tensor], **options: Any) -> Gradients:
+        """One rank's launch on the current stream, or on the one that captures."""
+        gradients, _ = self.backwards[rank].backward(
+            dy[rank],
+            layer.x[rank],
+            layer.ids[rank],
+            layer.weights[rank],
+            *layer.experts(rank),
+            layer.clamp,
+            **options,
+        )
+        return gradients
 
     def backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
         self.have_room_for_gradients(layer, options.get("dw_dtype", torch.bfloat16))

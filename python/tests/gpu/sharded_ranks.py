@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from mega_moe.bench.step.model import Adapter, Transformer, initialise
 from mega_moe.bench.step.shapes import Model
@@ -24,6 +24,7 @@ from mega_moe.testing import count_op_calls
 
 SHAPE = Model("small", 512, 2, 8, 2, 64, 16, 4, 256, 512, 256)
 STEPS = 6
+MICRO_BATCHES = 2  # of a step; the ranks reduce gradients after the last one
 
 
 def build(ep_size: int, backend: str, device: torch.device) -> nn.Module:
@@ -40,18 +41,22 @@ def build(ep_size: int, backend: str, device: torch.device) -> nn.Module:
 
 
 def train(model: nn.Module, device: torch.device) -> tuple[list[float], list[float]]:
-    """Losses, mean over ranks, and gradient norms of a few steps."""
+    """Losses, mean over ranks and micro-batches, and gradient norms of a few steps."""
+    assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     losses, norms = [], []
     for step in range(STEPS):
-        rng = torch.Generator().manual_seed(100 * (step % 2) + dist.get_rank())
-        tokens = torch.randint(512, (1, SHAPE.sequence + 1), generator=rng).to(device)
-        loss = model(tokens)
-        loss.backward()
+        total = torch.zeros((), device=device)
+        for micro in range(MICRO_BATCHES):
+            rng = torch.Generator().manual_seed(100 * (step % 2) + 10 * dist.get_rank() + micro)
+            tokens = torch.randint(512, (1, SHAPE.sequence + 1), generator=rng).to(device)
+            model.set_requires_gradient_sync(micro == MICRO_BATCHES - 1)
+            loss = model(tokens) / MICRO_BATCHES
+            loss.backward()
+            total += loss.detach()
         norms.append(clip_grad_norm_(model, 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
     return losses, norms
@@ -67,7 +72,8 @@ def main() -> None:
     spread, alone = build(size, "fused" if on_gpu else "grouped", device), build(1, "grouped", device)
     with count_op_calls() as calls:
         losses, norms = train(spread, device)
-    assert dict(calls) == {"run": 2 * STEPS, "backward": 2 * STEPS}, dict(calls)
+    num_calls = 2 * STEPS * MICRO_BATCHES  # of two layers
+    assert dict(calls) == {"run": num_calls, "backward": num_calls}, dict(calls)
     want, want_norms = train(alone, device)
     assert want[-1] < want[0], want
     for name, got, expected in (("loss", losses, want), ("norm", norms, want_norms)):

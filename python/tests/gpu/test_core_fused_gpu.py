@@ -42,7 +42,7 @@ def test_what_it_says_of_itself(buffer: mega_moe.MoEBuffer) -> None:
         "kernel",
         None,
     )
-    assert "the backward runs on torch's grouped products" in buffer.reason
+    assert buffer.reason == "fused"  # no note: both directions are kernels
 
 
 def test_forward_never_waits(
@@ -141,11 +141,12 @@ def test_a_bad_id(problem: Problem, buffer: mega_moe.MoEBuffer, then: str) -> No
         "check": buffer.check,
         "backward": lambda: y.backward(leaves.dy),
     }
-    with pytest.raises(ValueError, match=r"topk_idx\[7, 1\]: got expert 16, want -1 or 0 to 15"):
+    told = r"topk_idx\[7, 1\]: got expert 16, want -1 or 0 to 15"
+    with pytest.raises(ValueError, match=told):
         steps[then]()
     if then == "backward":
-        # It was launched, since other ranks would wait for it, and met the same id.
-        with pytest.raises(ValueError, match=r"topk_idx\[7, 1\]"):
+        # It was launched all the same, since other ranks wait for it, and met the id again.
+        with pytest.raises(ValueError, match=told):
             buffer.check()
     buffer.check()
     assert relative_l2(call(problem, buffer), exact(problem)) <= BF16_TOLERANCE

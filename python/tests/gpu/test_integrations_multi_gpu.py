@@ -1,4 +1,4 @@
-"""A converted model under FSDP2 over processes with a GPU each."""
+"""A converted model under FSDP2 over processes with a GPU each; one of them where there is one GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from ._torchrun import check_ranks, most_ranks
+
+
+def test_one_gpu(cuda_device: torch.device) -> None:
+    """Experts that FSDP2 shards over one rank: gathered before each call and freed after it, both kernels between."""
+    check_ranks("sharded_ranks.py", "all right", 1)
 
 
 @pytest.mark.multi_gpu

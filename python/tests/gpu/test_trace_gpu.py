@@ -1,4 +1,4 @@
-"""The tracing kernel on a GPU: its events are those of the schedule that the layer must have had."""
+"""The tracing form of the forward on a GPU: its events are those of the schedule that the layer must have had."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mega_moe.bench import main
-from mega_moe.bench.forward_ranks import Options
+from mega_moe.bench.kernel_ranks import Options
 from mega_moe.bench.shapes import Shape
 from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_events import Trace
@@ -56,9 +56,9 @@ def test_every_tile_has_products_once(
     got = recorded(case, cuda_device, traces)
     assert got.trace.full_lanes == ()
     assert got.trace.malformed == 0
-    assert len(got.tiles) > 0
-    assert tile_faults(got.trace, got.tiles) == []
-    chunks = {tile[2] for tile in got.tiles}
+    assert got.wanted.products() > 0
+    assert tile_faults(got.trace, got.wanted.tiles) == []
+    chunks = {tile[2] for tile in got.wanted.tiles}
     assert (len(chunks) > 1) == (case == "two chunks")
 
 

@@ -1,4 +1,4 @@
-"""Ranks of the fused forward that one process plays on one GPU, each with a part of its SMs, for timing and tracing."""
+"""Ranks of a fused kernel that one process plays on one GPU, each with a part of its SMs, for timing and tracing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mega_moe._backends import facts
 from mega_moe._backends.decide import decide
+from mega_moe._backends.kernel_backward import KernelBackward
 from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.pools import pool_rows
@@ -23,15 +24,30 @@ from mega_moe.bench.shapes import Shape
 
 _LIMIT = 20.0  # seconds that a launch waits for the others
 _SPIN = 2_000_000  # cycles: longer than the host takes to queue the launches of all ranks
+_KEPT = 3  # results of a call that may be alive at once
+
+DIRECTIONS = ("forward", "backward")
+PARTS = {
+    "all": (True, True, True, True),
+    "dx": (True, True, False, False),
+    "dw": (False, False, True, True),
+}
+"""Which gradients a backward is asked for: of x, topk_weights, w_gate_up, w_down."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """One layer: `tokens` of each of `num_ranks` ranks, which this process plays on one GPU."""
+    """One kernel of one layer: `tokens` of each of `num_ranks` ranks, which this process plays on one GPU.
+
+    ``dw_dtype`` and ``parts`` are the backward's.
+    """
 
     shape: Shape
     tokens: int
     num_ranks: int
+    direction: str = "forward"
+    dw_dtype: torch.dtype = torch.bfloat16
+    parts: str = "all"
 
     def request(self) -> Request:
         return Request(
@@ -40,13 +56,15 @@ class Options:
 
 
 def why_not(options: Options, device: torch.device) -> list[str]:
-    """Every reason against the fused forward on this device; empty where it can run."""
+    """Every reason against this kernel on this device; empty where it can run."""
     options.request()  # raises for numbers that no device could serve
     # Judged as one rank: the others are this process as well.
     alone = Request(**options.shape.sizes(), max_tokens_per_rank=options.tokens, dtype="bfloat16")
     verdicts = decide(alone, [facts.collect(device)], "fused")
     (fused,) = (verdict for verdict in verdicts if verdict.backend == "fused")
-    return list(fused.reasons)
+    # A note says that something else serves the backward.
+    stand_in = [] if options.direction == "forward" or fused.note is None else [fused.note]
+    return [*fused.reasons, *stand_in]
 
 
 def prepare_process() -> None:
@@ -64,21 +82,29 @@ class _Inputs:
     topk_weights: Tensor
     w_gate_up: Tensor
     w_down: Tensor
+    dy: Tensor
 
     @classmethod
     def of(cls, options: Options, device: torch.device, rank: int) -> _Inputs:
         context = Context(device, None, rank, options.num_ranks)
         problem = random_problem(options.shape, options.tokens, torch.bfloat16, context)
         first = problem.sets[0]
-        given = (first.x, first.topk_idx, first.topk_weights, problem.w_gate_up, problem.w_down)
+        given = (
+            first.x,
+            first.topk_idx,
+            first.topk_weights,
+            problem.w_gate_up,
+            problem.w_down,
+            first.dy,
+        )
         return cls(*(tensor.detach() for tensor in given))
 
 
-class ForwardRanks:
+class KernelRanks:
     """Kernels, streams and inputs of ranks that share a GPU; `num_reserved_sms` of it are left free."""
 
     def __init__(self, options: Options, device: torch.device, num_reserved_sms: int = 0) -> None:
-        self._device = device
+        self._device, self._options = device, options
         count, shape = options.num_ranks, options.shape
         request = options.request()
         layout = BufferShape(
@@ -90,6 +116,7 @@ class ForwardRanks:
             num_ranks=count,
             pool_rows=pool_rows(request),
             home=True,
+            backward=options.direction == "backward",
         )
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         # Clusters are pairs; a trace has a place for every CTA.
@@ -108,12 +135,18 @@ class ForwardRanks:
             for rank in range(count)
         ]
         self._forwards = [KernelForward(kernels) for kernels in self.kernels]
+        self._backwards = [KernelBackward(kernels) for kernels in self.kernels]
         self._streams = [torch.cuda.Stream(device) for _ in range(count)]
         self.inputs = [_Inputs.of(options, device, rank) for rank in range(count)]
         self._reserve()
 
-    def launch(self, arrays: Sequence[Tensor] | None) -> list[Tensor]:
-        """y of every rank, from launches with the tracing kernel where ``arrays`` are given. Waits for the device."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the kernel holds on each rank between calls: the part that peers reach, and the workspace."""
+        return sum(memory.numel() for memory in self.kernels[0].memory)
+
+    def launch(self, arrays: Sequence[Tensor] | None) -> list[list[Tensor]]:
+        """What every rank's launch gives, with the tracing kernel where ``arrays`` are given. Waits for the device."""
         torch.cuda.synchronize(self._device)
         results = self._queue(arrays)
         self.check()
@@ -140,20 +173,24 @@ class ForwardRanks:
         for stream in self._streams:
             outer.wait_stream(stream)
 
-    def _queue(self, arrays: Sequence[Tensor] | None) -> list[Tensor]:
+    def _queue(self, arrays: Sequence[Tensor] | None) -> list[list[Tensor]]:
         results = []
-        for rank, (forward, given, stream) in enumerate(zip(self._forwards, self.inputs, self._streams)):
+        for rank, stream in enumerate(self._streams):
             with torch.cuda.stream(stream):
-                y, _ = forward.forward(
-                    given.x,
-                    given.topk_idx,
-                    given.topk_weights,
-                    given.w_gate_up,
-                    given.w_down,
-                    trace=None if arrays is None else arrays[rank],
-                )
-            results.append(y)
+                results.append(self._one(rank, None if arrays is None else arrays[rank]))
         return results
+
+    def _one(self, rank: int, trace: Tensor | None) -> list[Tensor]:
+        """One rank's launch: y, or the gradients that are asked for."""
+        given, options = self.inputs[rank], self._options
+        inputs = (given.x, given.topk_idx, given.topk_weights, given.w_gate_up, given.w_down)
+        if options.direction == "forward":
+            y, _ = self._forwards[rank].forward(*inputs, trace=trace)
+            return [y]
+        gradients, _ = self._backwards[rank].backward(
+            given.dy, *inputs, needs=PARTS[options.parts], dw_dtype=options.dw_dtype, trace=trace
+        )
+        return [gradient for gradient in gradients if gradient is not None]
 
     def check(self) -> None:
         """Wait for the device; raises what a launch reported."""
@@ -165,7 +202,20 @@ class ForwardRanks:
         # An allocation between launches that wait for one another could wait for them.
         for given, stream in zip(self.inputs, self._streams):
             with torch.cuda.stream(stream):
-                kept = [torch.empty_like(given.x) for _ in range(3)]
+                kept = [made for _ in range(_KEPT) for made in self._results(given)]
                 torch.empty(1, device=self._device)
                 del kept
         torch.cuda.synchronize(self._device)
+
+    def _results(self, given: _Inputs) -> list[Tensor]:
+        """Memory as one launch of a rank takes for what it gives."""
+        if self._options.direction == "forward":
+            return [torch.empty_like(given.x)]
+        needs, dtype = PARTS[self._options.parts], self._options.dw_dtype
+        made = (
+            (given.x, given.x.dtype),
+            (given.topk_weights, torch.float32),
+            (given.w_gate_up, dtype),
+            (given.w_down, dtype),
+        )
+        return [torch.empty_like(value, dtype=kind) for (value, kind), needed in zip(made, needs) if needed]

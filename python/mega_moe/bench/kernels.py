@@ -1,0 +1,174 @@
+"""The fused kernels alone: one rank, or several that share the GPU, burst and sustained.
+
+    python -m mega_moe.bench.kernels [--direction forward,backward] [--shape 30B,235B] [--tokens 16384] [--ranks 1,8]
+        [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--json FILE]
+
+Tokens are those of all ranks together, so that rows of one shape do the same work. The published table times calls of
+`mega_moe.moe`; this one times launches alone. `--dw` is the dtype of a backward's weight gradients, `--parts` what it
+is asked for: everything, the gradients of x and of the routing weights, or those of the experts' weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mega_moe.bench.clocks import ClockProbe
+from mega_moe.bench.kernel_ranks import DIRECTIONS, PARTS, KernelRanks, Options, prepare_process, why_not
+from mega_moe.bench.protocols import PROTOCOLS, CudaTimer, measure
+from mega_moe.bench.ranks import Context
+from mega_moe.bench.rows import write_rows
+from mega_moe.bench.schema import Timing
+from mega_moe.bench.shapes import Shape, backward_flops, find_shape, layer_work
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """The time of one call of all ranks under one protocol."""
+
+    direction: str
+    shape: str
+    tokens: int
+    num_ranks: int
+    num_reserved_sms: int
+    num_sms: int
+    dw: str | None  # of a backward that is asked for the weights' gradients: their dtype
+    parts: str | None  # of a backward: what it is asked for
+    nbytes: int  # that the kernel holds on each rank, whatever the routing
+    tflops: float
+    timing: Timing
+
+    def __str__(self) -> str:
+        clock = "" if self.timing.mhz is None else f", {self.timing.mhz:.0f} MHz"
+        dw = "" if self.dw is None else f", dW in {self.dw}"
+        parts = "" if self.parts in (None, "all") else f" of {self.parts} alone"
+        return (
+            f"{self.shape} {self.direction}{parts}{dw}, T={self.tokens} in all, {self.num_ranks} ranks of "
+            f"{self.num_sms} SMs, {self.num_reserved_sms} SMs reserved, {self.timing.protocol}: "
+            f"{1e3 * self.timing.seconds:.3f} ms, {self.tflops:.0f} TF/s{clock}, {self.nbytes / 2**30:.2f} GiB a rank"
+        )
+
+
+def time_kernel(
+    options: Options, num_reserved_sms: int, device: torch.device, quick: bool
+) -> Iterator[KernelRow]:
+    """A row per protocol."""
+    ranks = KernelRanks(options, device, num_reserved_sms)
+    ranks.launch(None)
+    backward, tokens = options.direction == "backward", options.tokens * options.num_ranks
+    has_dw = backward and options.parts != "dx"
+    alone = Context(device, None, 0, 1)
+    for protocol in PROTOCOLS.values():
+        chosen = protocol.quick() if quick else protocol
+        timing = measure([ranks.call], chosen, CudaTimer(device, ClockProbe(device)), alone)
+        ranks.check()
+        yield KernelRow(
+            options.direction,
+            options.shape.name,
+            tokens,
+            options.num_ranks,
+            num_reserved_sms,
+            ranks.num_sms,
+            {dtype: name for name, dtype in _DTYPES.items()}[options.dw_dtype] if has_dw else None,
+            options.parts if backward else None,
+            ranks.nbytes,
+            flops(options) / timing.seconds * 1e-12,
+            timing,
+        )
+
+
+def flops(options: Options) -> float:
+    """Of all ranks' products."""
+    tokens = options.tokens * options.num_ranks
+    if options.direction == "forward":
+        return layer_work(options.shape, tokens, "forward", precision="bf16", dtype="bfloat16").total
+    return backward_flops(options.shape, tokens, dx=options.parts != "dw", dw=options.parts != "dx")
+
+
+def cases(words: argparse.Namespace) -> Iterator[tuple[Options, int]]:
+    """What the words ask for: options and SMs left free. Raises ValueError for a word that is not known, and for tokens
+    that the ranks cannot share evenly."""
+    known = {"direction": DIRECTIONS, "parts": PARTS, "dw": _DTYPES}
+    directions, parts, dtypes = (_words(name, getattr(words, name), names) for name, names in known.items())
+    for name in words.shape.split(","):
+        shape = find_shape(name)
+        for tokens in map(int, words.tokens.split(",")):
+            for num_ranks in map(int, words.ranks.split(",")):
+                if tokens % num_ranks:
+                    raise ValueError(f"tokens: got {tokens}, wanted a multiple of {num_ranks} ranks")
+                for reserved in map(int, words.reserved.split(",")):
+                    for options in _kernels(shape, tokens // num_ranks, num_ranks, directions, dtypes, parts):
+                        yield options, reserved
+
+
+def _kernels(
+    shape: Shape, tokens: int, num_ranks: int, directions: list[str], dtypes: list[str], parts: list[str]
+) -> Iterator[Options]:
+    for direction in directions:
+        if direction == "forward":
+            yield Options(shape, tokens, num_ranks)
+            continue
+        for part in parts:
+            # Without weight gradients their dtype says nothing.
+            for dtype in dtypes[:1] if part == "dx" else dtypes:
+                yield Options(shape, tokens, num_ranks, direction, _DTYPES[dtype], part)
+
+
+def _words(option: str, text: str, known: Collection[str]) -> list[str]:
+    for word in text.split(","):
+        if word not in known:
+            raise ValueError(f"{option}: got {word!r}, wanted one of {', '.join(known)}")
+    return text.split(",")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m mega_moe.bench.kernels", description=__doc__)
+    add = made.add_argument
+    add("--direction", default="forward,backward", help="separated by commas (default: both)")
+    add("--shape", default="30B,235B", help="separated by commas (default: 30B,235B)")
+    add("--tokens", default="16384", help="of all ranks, separated by commas")
+    add("--ranks", default="1", help="ranks that share the GPU, separated by commas")
+    add("--reserved", default="0", help="SMs left free, separated by commas")
+    add("--dw", default="bf16", help=f"of {', '.join(_DTYPES)} (default: bf16)")
+    add("--parts", default="all", help=f"of {', '.join(PARTS)} (default: all)")
+    add("--quick", action="store_true", help="three windows of each protocol")
+    add("--json", type=Path, metavar="FILE", help="also write the rows here")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 when every row was measured, 2 for bad words and where a kernel cannot run."""
+    given = parser().parse_args(argv)
+    prepare_process()
+    try:
+        wanted = list(cases(given))
+    except ValueError as error:
+        print(f"refused: {error}")
+        return 2
+    if not torch.cuda.is_available():
+        print("refused: there is no CUDA device")
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    for options, _ in wanted:
+        if reasons := why_not(options, device):
+            print(f"refused: {options.shape.name} {options.direction}: {'; '.join(reasons)}")
+            return 2
+    rows = []
+    for options, reserved in wanted:
+        for row in time_kernel(options, reserved, device, given.quick):
+            print(row, flush=True)
+            rows.append(row)
+        if given.json is not None:
+            # After every case: a later one that fails takes nothing along.
+            write_rows(given.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

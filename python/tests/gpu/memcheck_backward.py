@@ -1,0 +1,111 @@
+"""Small cases of the fused backward for a memory checker: every branch of it, few bytes, results compared.
+
+    PYTHONPATH=python/tests compute-sanitizer --error-exitcode 1 python3 -m gpu.memcheck_backward [RANKS]
+
+RANKS (default 1) ranks share the GPU. A checker that runs kernels one after another can only serve one rank: the
+launch of the first would wait for one that is held back, and end with a time-out that says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.kernel_backward import Gradients
+
+from ._backward import ExactGradients, assert_right, exact_gradients, random_dy
+from ._backward_ranks import BackwardRanks, new_backward_ranks
+from ._forward import Layer, random_experts, random_layer
+from ._forward_ranks import shape_of, smallest_pool
+from ._virtual import HUGE, NAN, random_ids
+from .memcheck_forward import CASES, KINDS, on_device
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# What a call is asked for, by its number: all of it, parts of it, and either dtype of the weights' gradients.
+ASKED: tuple[dict[str, Any], ...] = (
+    {"dw_dtype": BF16},
+    {"dw_dtype": FP32},
+    {"needs": (True, False, False, False)},
+    {"needs": (False, False, True, True), "dw_dtype": FP32},
+    {"needs": (False, True, True, False)},
+)
+
+
+def on_cpu(gradients: Sequence[Gradients]) -> list[Gradients]:
+    return [Gradients(*(None if part is None else part.cpu() for part in own)) for own in gradients]
+
+
+def compare(
+    ranks: BackwardRanks,
+    there: Layer,
+    dy: Sequence[Tensor],
+    layer: Layer,
+    want: ExactGradients | None,
+    **options: Any,
+) -> None:
+    got = ranks.backward(there, [own.to(ranks.device, copy=True) for own in dy], **options)
+    assert_right(layer, dy, on_cpu(got), want)
+    ranks.check()
+
+
+def add_twice(
+    ranks: BackwardRanks, there: Layer, dy: Sequence[Tensor], layer: Layer, dtype: torch.dtype
+) -> None:
+    """Into buffers of 0, and then of what that left."""
+    into = [
+        tuple(torch.zeros_like(weight, dtype=dtype) for weight in there.experts(rank))
+        for rank in range(layer.num_ranks)
+    ]
+    dy_there = [own.to(ranks.device, copy=True) for own in dy]
+    for _ in range(2):
+        ranks.backward(there, dy_there, into=into, dw_dtype=dtype)
+    ranks.check()
+    halves = [Gradients(None, None, *((own / 2).cpu() for own in pair)) for pair in into]
+    assert_right(layer, dy, halves)
+
+
+def main(num_ranks: int, device: torch.device) -> None:
+    cpu = torch.device("cpu")
+    calls = 0
+    for case in CASES:
+        experts = random_experts(cpu, case.experts, case.hidden, case.intermediate)
+        tokens = [case.tokens if rank % 2 == 0 else case.tokens // 3 for rank in range(num_ranks)]
+        layers = [
+            random_layer(random_ids(kind, tokens, case.top_k, case.experts, cpu, seed), experts, seed=seed)
+            for seed, kind in enumerate(KINDS)
+        ]
+        layers[1] = replace(layers[1], clamp=20.0)
+        dys = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
+        wanted = [exact_gradients(layer, dy) for layer, dy in zip(layers, dys)]
+        for pool in (0, smallest_pool(shape_of(layers[0]))):
+            ranks = new_backward_ranks(device, layers[0], pool_rows=pool, num_sms=4, limit=120.0)
+            for seed, (layer, dy, want) in enumerate(zip(layers, dys, wanted)):
+                there = on_device(layer, device)
+                compare(ranks, there, dy, layer, want, **ASKED[seed % len(ASKED)])
+                ranks.poison(HUGE if seed % 2 else NAN)
+                compare(ranks, there, dy, layer, want, delay_seed=seed + 1, **ASKED[(seed + 1) % len(ASKED)])
+                few = [count // 2 if rank else 0 for rank, count in enumerate(tokens)]
+                few_dy = [own[:count] for own, count in zip(dy, few)]
+                compare(ranks, there.first(few), few_dy, layer.first(few), None)
+                calls += 3
+            add_twice(ranks, on_device(layers[0], device), dys[0], layers[0], FP32 if pool else BF16)
+            there.ids[0][0, 0] = case.experts
+            got = ranks.backward(there, [own.to(device, copy=True) for own in dys[-1]])[0]
+            assert all(part is not None and bool(part.isnan().all()) for part in got)
+            try:
+                ranks.check()
+            except ValueError:
+                calls += 3
+            else:
+                raise AssertionError("a bad id was not reported")
+            ranks.check()
+    print(f"memcheck_backward: {calls} calls with {num_ranks} rank(s), all results right")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1, torch.device("cuda", torch.cuda.current_device()))

@@ -1,0 +1,103 @@
+"""The tracing form of the backward on a GPU: its events are those of the schedule that the layer must have had.
+
+`record` itself refuses a traced launch whose gradients have other bits than the plain one's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from pathlib import Path
+
+# As in the tool: streams of ranks that share a GPU need hardware queues of their own.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import pytest
+import torch
+
+from mega_moe.bench import main
+from mega_moe.bench.kernel_ranks import Options
+from mega_moe.bench.shapes import Shape
+from mega_moe.bench.trace_check import order_faults, tile_faults
+from mega_moe.bench.trace_kinds import KINDS, ROLES, State
+from mega_moe.bench.trace_run import Recorded, record, why_no_trace
+from mega_moe.bench.trace_summary import summarise
+
+from .test_trace_gpu import CASES as OF_FORWARD
+from .test_trace_gpu import events
+
+CASES = {
+    **{name: replace(options, direction="backward") for name, options in OF_FORWARD.items()},
+    # More rows of an expert than one part of its gradients.
+    "parts": Options(Shape("parts", 256, 128, 1, 1, 0), 20000, 1, "backward"),
+}
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Recorded]:
+    """Each case is recorded once, by the first test that asks for it."""
+    return {}
+
+
+def recorded(case: str, device: torch.device, traces: dict[str, Recorded]) -> Recorded:
+    if case not in traces:
+        assert why_no_trace(CASES[case], device) == []
+        traces[case] = record(CASES[case], device)
+    return traces[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_product_is_made_once(
+    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
+) -> None:
+    got = recorded(case, cuda_device, traces)
+    assert got.trace.full_lanes == ()
+    assert got.trace.malformed == 0
+    assert tile_faults(got.trace, got.wanted.tiles) == []
+    assert {KINDS[tile[1]].part for tile in got.wanted.tiles} == {"dz", "dx", "gradient"}
+    # Two warpgroups, both weights, one column of tiles of each where the extents are 256 and 128.
+    gradients = [count for tile, count in got.wanted.tiles.items() if KINDS[tile[1]].part == "gradient"]
+    assert (max(gradients) > 4) == (case == "parts")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loads_begin_after_the_epilogues_of_their_rows(
+    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
+) -> None:
+    got = recorded(case, cuda_device, traces)
+    for part in ("dz", "dx", "gradient"):
+        assert events(got.trace, State.EPILOGUE, part) == events(got.trace, State.PRODUCTS, part) > 0
+    assert bool(got.wanted.whole) == (case != "parts")
+    assert order_faults(got.trace, got.wanted.whole) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_events_of_a_lane_follow_one_another(
+    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
+) -> None:
+    got = recorded(case, cuda_device, traces)
+    trace = got.trace
+    for cta in range(len(trace.ctas)):
+        for role in range(len(ROLES)):
+            lane = (trace.cta == cta) & (trace.role == role)
+            start, end = trace.start[lane], trace.end[lane]
+            assert bool((start[1:] >= end[:-1]).all()), f"CTA {trace.ctas[cta]} {ROLES[role]}"
+    assert len(trace.ctas) == got.num_sms * CASES[case].num_ranks
+    summary = summarise(trace)
+    assert summary.products is not None
+    # The kernel lies between the events that timed it; the two clocks differ by less than that.
+    assert 0 < summary.kernel_us <= got.traced_us * 1.1 + 5
+
+
+def test_tool_from_end_to_end(
+    cuda_device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t"
+    words = ["--device", "cuda", "--shape", "tiny", "--tokens", "512", "--direction", "backward"]
+    assert main([*words, "--trace", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "tiny backward, T=512" in said
+    assert "schedule: right, each of " in said
+    assert Path(f"{out}.json").stat().st_size > 0
+    assert Path(f"{out}.png").is_file() is (importlib.util.find_spec("matplotlib") is not None)
