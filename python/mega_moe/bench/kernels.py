@@ -4,8 +4,9 @@
         [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--json FILE]
 
 Tokens are those of all ranks together, so that rows of one shape do the same work. The published table times calls of
-`mega_moe.moe`; this one times launches alone. `--dw` is the dtype of a backward's weight gradients, `--parts` what it
-is asked for: everything, the gradients of x and of the routing weights, or those of the experts' weights.
+`mega_moe.moe`; this one times launches alone, replayed from a CUDA graph. `--dw` is the dtype of a backward's weight
+gradients, `--parts` what it is asked for: everything, the gradients of x and of the routing weights, or those of the
+experts' weights.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ def time_kernel(
     """A row per protocol."""
     ranks = KernelRanks(options, device, num_reserved_sms)
     ranks.launch(None)
+    graph = ranks.captured()
     backward, tokens = options.direction == "backward", options.tokens * options.num_ranks
     has_dw = backward and options.parts != "dx"
     alone = Context(device, None, 0, 1)
     for protocol in PROTOCOLS.values():
         chosen = protocol.quick() if quick else protocol
-        timing = measure([ranks.call], chosen, CudaTimer(device, ClockProbe(device)), alone)
+        timing = measure([graph.replay], chosen, CudaTimer(device, ClockProbe(device)), alone)
         ranks.check()
         yield KernelRow(
             options.direction,

@@ -102,12 +102,17 @@ def test_many_experts_of_one_rank(cuda_device: torch.device, experts: int) -> No
     ranks.check()
 
 
-def test_too_many_experts_are_refused_with_the_reason(cuda_device: torch.device) -> None:
-    layer = many_experts(cuda_device, 4096)
+def test_what_the_routing_has_no_room_for_is_refused_with_the_reason(cuda_device: torch.device) -> None:
+    """The most experts in many chunks of many tokens: the tables of the chunks do not fit beside the experts'."""
+    layer = many_experts(cuda_device, 2048)
+    most = 1 << 18
+    ranks = new_ranks(
+        cuda_device, layer, max_tokens=most, pool_rows=smallest_pool(shape_of(layer, max_tokens=most))
+    )
     with pytest.raises(
-        RuntimeError, match=r"4096 experts per rank and 300 tokens need \d+ bytes of shared memory"
+        RuntimeError, match=rf"2048 experts per rank and {most} tokens need \d+ bytes of shared memory"
     ):
-        new_ranks(cuda_device, layer).forward(layer)
+        ranks.forward(layer)
 
 
 # Of the routing: as in random_ids, and experts of odd number without a token, and ranks of odd number without tokens.
