@@ -86,9 +86,8 @@ class RowTiles {
     __device__ __forceinline__ RowTiles(const BackwardParams& params, int num_chunks, int clusters)
         : p(params),
           rows_(params.route.expert_rows, num_chunks * params.route.num_local),
-          walk_(num_chunks * params.route.num_local, params.route.num_local, layout::kTileRows,
-                params.intermediate / 128, params.needs_dx ? params.hidden / layout::kTileColumns : 0,
-                kLagPerCluster * clusters) {
+          walk_(num_chunks * params.route.num_local, params.route.num_local, params.intermediate / 128,
+                params.needs_dx ? params.hidden / layout::kTileColumns : 0, kLagPerCluster * clusters) {
         advance();
     }
 
@@ -146,7 +145,7 @@ class RowTiles {
     }
     __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
         const int columns = run_.down ? p.hidden / layout::kTileColumns : p.intermediate / 128;
-        return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, columns, layout::kTileRows);
+        return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, columns);
     }
 
     const BackwardParams& p;
