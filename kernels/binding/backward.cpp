@@ -1,7 +1,5 @@
 #include "mega_moe/backward.h"
 
-#include <cmath>
-
 #include "binding/check.h"
 #include "binding/operand.h"
 #include "binding/ops.h"
