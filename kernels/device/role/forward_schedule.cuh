@@ -15,8 +15,8 @@
 
 namespace mega_moe::device {
 
-template <int Stages, bool Trace>
-using ForwardConfig = LayerConfig<Stages, Trace, layout::kTileRing, 1, 136, 184>;
+template <int Stages, bool Trace, bool Saves>
+using ForwardConfig = LayerConfig<Stages, Trace, Saves, layout::kTileRing, 1, 136, 184>;
 
 // What the scheduler tells the other warps of its CTA of a tile.
 struct TileRecord {
