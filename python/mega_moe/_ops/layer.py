@@ -22,6 +22,8 @@ CALLS: Counter[str] = Counter()
 _LAYER = "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
 _CALL = "int handle, float? activation_clamp"
 _INTO = "Tensor(a!) grad_gate_up, Tensor(b!) grad_down"
+# With a default, so that what a compiler has cached without the last still calls rightly.
+_GIVEN = "bool[4] needs, Tensor? saved_gate_up=None"
 
 _library = torch.library.Library("mega_moe", "DEF")
 _library.define(f"save({_LAYER}, Tensor? grad_gate_up, Tensor? grad_down, {_CALL}) -> Tensor")
@@ -29,14 +31,8 @@ _library.define(f"run(Tensor token, {_LAYER}, {_CALL}) -> Tensor")
 _library.define(
     f"run_saving({_LAYER}, Tensor? grad_gate_up, Tensor? grad_down, {_CALL}, SymInt rows) -> (Tensor, Tensor)"
 )
-_library.define(
-    f"backward(Tensor dy, {_LAYER}, Tensor? saved_gate_up, {_CALL}, bool[4] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
-    f"backward_into(Tensor dy, {_LAYER}, Tensor? saved_gate_up, {_INTO}, {_CALL}, bool[4] needs) "
-    "-> (Tensor, Tensor)"
-)
+_library.define(f"backward(Tensor dy, {_LAYER}, {_CALL}, {_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"backward_into(Tensor dy, {_LAYER}, {_INTO}, {_CALL}, {_GIVEN}) -> (Tensor, Tensor)")
 
 
 def _token(x: Tensor) -> Tensor:
@@ -92,8 +88,13 @@ def _run_saving_fake(x: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *inputs, saved, handle, clamp, needs = call
-    return _gradients(dy, inputs, saved, handle, clamp, needs, inputs[3].dtype)
+    inputs, (handle, clamp, needs, *saved) = list(call[:5]), call[5:]
+    return _gradients(dy, inputs, _only(saved), handle, clamp, needs, inputs[3].dtype)
+
+
+def _only(saved: list[Tensor | None]) -> Tensor | None:
+    # The dispatcher leaves out what has its default.
+    return saved[0] if saved else None
 
 
 def _gradients(
@@ -119,7 +120,8 @@ def _gradients(
 
 
 def _backward_into(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    *inputs, saved, grad_w1, grad_w2, handle, clamp, needs = call
+    inputs, (grad_w1, grad_w2, handle, clamp, needs, *given) = list(call[:5]), call[5:]
+    saved = _only(given)
     added = _add_in_kernel(dy, inputs, saved, (grad_w1, grad_w2), handle, clamp, needs)
     if added is not None:
         return added
@@ -156,13 +158,17 @@ def _add_in_kernel(
 
 
 def _backward_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    (x, _, weights, w1, w2), needs = call[:5], call[-1]
-    made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weights, w1, w2))
-    return tuple(m if need else x.new_empty(0) for m, need in zip(made, needs))
+    return _gradients_fake(call[:5], call[7])
 
 
 def _backward_into_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    return _backward_fake(dy, *call)[:2]
+    return _gradients_fake(call[:5], call[9])[:2]
+
+
+def _gradients_fake(inputs: Sequence[Tensor], needs: list[bool]) -> tuple[Tensor, ...]:
+    x, _, weights, w1, w2 = inputs
+    made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weights, w1, w2))
+    return tuple(m if need else x.new_empty(0) for m, need in zip(made, needs))
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -205,12 +211,12 @@ def _all_gradients(
     # A gradient can be an expanded or transposed view; the backends read dense rows.
     dy = dy.contiguous()
     if into[0] is None:
-        grads = ops.backward(dy, *tensors, saved, *ctx.call, needs)
+        grads = ops.backward(dy, *tensors, *ctx.call, needs, saved)
     else:
         if torch.is_grad_enabled():
             # An operator that writes into its arguments cannot carry an autograd formula that refuses later.
             _no_double_backward(ctx)
-        dx, dtopk = ops.backward_into(dy, *tensors, saved, *into, *ctx.call, needs)
+        dx, dtopk = ops.backward_into(dy, *tensors, *into, *ctx.call, needs, saved)
         # The weights' gradients are in the buffers; a zero of stride 0 keeps their hooks firing and adds nothing.
         grads = (dx, dtopk, *(w.new_zeros(1, 1, 1).expand(w.shape) for w in tensors[3:]))
     dx, dtopk, dw1, dw2 = (g if need else None for g, need in zip(grads, needs))

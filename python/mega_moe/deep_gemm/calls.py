@@ -166,7 +166,7 @@ def bf16_mega_moe_backward(
         # The operator adds with one rounding: into zeros that is what an overwritten gradient holds.
         into = (dw1.zero_(), dw2.zero_())
         made = torch.ops.mega_moe.backward_into(
-            dy.contiguous(), *call, None, *into, sym_buffer.moe.handle, clamp, [True] * 4
+            dy.contiguous(), *call, *into, sym_buffer.moe.handle, clamp, [True] * 4
         )
         dx.copy_(made[0])
         dtopk.copy_(made[1])

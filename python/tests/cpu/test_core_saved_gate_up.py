@@ -108,7 +108,7 @@ def test_the_fake_sees_another_calls_tensor(problem: Problem, buffer: MoEBuffer)
     rows = buffer.saved_rows(TOKENS)
     _, other = ops.run_saving(2 * x, *rest, *none, buffer.handle, None, rows)
     with pytest.raises(AssertionError):
-        ops.backward(problem.dy, x, *rest, other, buffer.handle, None, [True] * 4)
+        ops.backward(problem.dy, x, *rest, buffer.handle, None, [True] * 4, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
