@@ -25,19 +25,26 @@ COMMON_KEYS = {"name": str, "op": str, "architecture": str, "precision": str, "s
 OP_KEYS = {
     "stage": {"hidden_multiple": int, "threads": int, "vectors_per_thread": int, "blocks_per_sm": int},
     "route": {"threads": int},
-    "forward": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
-    "forward_trace": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
-    "backward": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
-    "backward_trace": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
     "clock_probe": {"threads": int},
+} | {
+    f"{direction}{form}": {
+        "hidden_multiple": int,
+        "intermediate_multiple": int,
+        "threads": int,
+        "stages": int,
+    }
+    for direction in ("forward", "backward")
+    for form in ("", "_saving", "_trace")
 }
 PRECISIONS = {"bf16": "kBf16", "fp8": "kFp8", "none": "kNone"}
 OPS = {
     "stage": "kStage",
     "route": "kRoute",
     "forward": "kForward",
+    "forward_saving": "kForwardSaving",
     "forward_trace": "kForwardTrace",
     "backward": "kBackward",
+    "backward_saving": "kBackwardSaving",
     "backward_trace": "kBackwardTrace",
     "clock_probe": "kClockProbe",
 }
@@ -67,8 +74,10 @@ def route_instance(variant: Variant) -> str:
 
 
 def layer_instance(variant: Variant) -> str:
-    direction, _, trace = variant["op"].partition("_")
-    config = f"{direction.capitalize()}Config<{variant['stages']}, {'true' if trace else 'false'}>"
+    direction, _, form = variant["op"].partition("_")
+    # The form that traces can save too, so that either can be looked at.
+    trace, saves = ("true" if form in forms else "false" for forms in (("trace",), ("trace", "saving")))
+    config = f"{direction.capitalize()}Config<{variant['stages']}, {trace}, {saves}>"
     return INSTANCE.format(
         header=f"sm90_bf16_moe_{direction}.cuh",
         name=variant["name"],
@@ -84,8 +93,10 @@ INSTANCES: dict[str, Callable[[Variant], str]] = {
     "stage": stage_instance,
     "route": route_instance,
     "forward": layer_instance,
+    "forward_saving": layer_instance,
     "forward_trace": layer_instance,
     "backward": layer_instance,
+    "backward_saving": layer_instance,
     "backward_trace": layer_instance,
     "clock_probe": clock_probe_instance,
 }

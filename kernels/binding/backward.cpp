@@ -1,7 +1,5 @@
 #include "mega_moe/backward.h"
 
-#include <cmath>
-
 #include "binding/check.h"
 #include "binding/operand.h"
 #include "binding/ops.h"
@@ -9,22 +7,14 @@
 #include "binding/stream.h"
 
 namespace mega_moe::binding {
-namespace {
-
-// Says that nobody wants a result. One dimension, since a wanted one may be empty too.
-bool is_wanted(const Tensor& result) {
-    return result.dim() != 1 || result.size(0) != 0;
-}
-
-}  // namespace
 
 void moe_backward(const Tensor& x, const Tensor& dy, const Tensor& topk_idx, const Tensor& topk_weights,
-                  const Tensor& w_gate_up, const Tensor& w_down, const Tensor& dx, const Tensor& dtopk,
-                  const Tensor& dw_gate_up, const Tensor& dw_down, const Tensor& summary,
-                  std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
-                  int64_t num_experts, int64_t pool_rows, bool canaries, int64_t rank, int64_t num_sms,
-                  int64_t arrival_ns, int64_t progress_ns, double clamp, bool accumulate, int64_t delay_seed,
-                  int64_t trace, int64_t trace_bytes) {
+                  const Tensor& w_gate_up, const Tensor& w_down, const Tensor& saved_gate_up,
+                  const Tensor& dx, const Tensor& dtopk, const Tensor& dw_gate_up, const Tensor& dw_down,
+                  const Tensor& summary, std::vector<int64_t> buffers, int64_t workspace, int64_t record,
+                  int64_t max_tokens, int64_t num_experts, int64_t pool_rows, bool canaries, int64_t rank,
+                  int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp, bool accumulate,
+                  int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
     const Checker check("moe_backward");
     check.dims("x", x, 2);
     check.dims("topk_idx", topk_idx, 2);
@@ -45,6 +35,7 @@ void moe_backward(const Tensor& x, const Tensor& dy, const Tensor& topk_idx, con
     check_operand(check, "dy", dy, {kBf16}, {num_tokens, hidden});
     check_operand(check, "w_gate_up", w_gate_up, {kBf16}, {num_local, 2 * intermediate, hidden});
     check_operand(check, "w_down", w_down, {kBf16}, {num_local, hidden, intermediate});
+    const int64_t saved_rows = checked_saved_rows(check, saved_gate_up, intermediate);
     if (is_wanted(dx)) check_operand(check, "dx", dx, {kBf16}, {num_tokens, hidden});
     if (is_wanted(dtopk)) check_operand(check, "dtopk", dtopk, {kFp32}, {num_tokens, shape.top_k});
     const bool both = is_wanted(dw_gate_up) && is_wanted(dw_down);
@@ -74,6 +65,8 @@ void moe_backward(const Tensor& x, const Tensor& dy, const Tensor& topk_idx, con
     problem.dy = input("dy", dy);
     problem.w_gate_up = input("w_gate_up", w_gate_up);
     problem.w_down = input("w_down", w_down);
+    if (saved_rows > 0) problem.saved_gate_up = input("saved_gate_up", saved_gate_up);
+    problem.saved_rows = saved_rows;
     problem.dx = result("dx", dx);
     problem.dtopk = result("dtopk", dtopk);
     problem.dw_gate_up = result("dw_gate_up", dw_gate_up);

@@ -1,7 +1,5 @@
 #include "mega_moe/forward.h"
 
-#include <cmath>
-
 #include "binding/check.h"
 #include "binding/operand.h"
 #include "binding/ops.h"
@@ -11,11 +9,11 @@
 namespace mega_moe::binding {
 
 void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& w_gate_up,
-                 const Tensor& w_down, const Tensor& y, const Tensor& summary, std::vector<int64_t> buffers,
-                 int64_t workspace, int64_t record, int64_t max_tokens, int64_t num_experts,
-                 int64_t pool_rows, bool canaries, bool backward, int64_t rank, int64_t num_sms,
-                 int64_t arrival_ns, int64_t progress_ns, double clamp, int64_t delay_seed, int64_t trace,
-                 int64_t trace_bytes) {
+                 const Tensor& w_down, const Tensor& y, const Tensor& saved_gate_up, const Tensor& summary,
+                 std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
+                 int64_t num_experts, int64_t pool_rows, bool canaries, bool backward, int64_t rank,
+                 int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp, int64_t delay_seed,
+                 int64_t trace, int64_t trace_bytes) {
     const Checker check("moe_forward");
     check.dims("x", x, 2);
     check.dims("topk_idx", topk_idx, 2);
@@ -36,6 +34,7 @@ void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_wei
                   {num_local, 2 * intermediate, hidden});
     check_operand(check, "w_down", w_down, {ScalarType::BFloat16}, {num_local, hidden, intermediate});
     check_operand(check, "y", y, {ScalarType::BFloat16}, {num_tokens, hidden});
+    const int64_t saved_rows = checked_saved_rows(check, saved_gate_up, intermediate);
     if (!(clamp > 0)) check.fail("clamp is " + std::to_string(clamp) + ", must be above 0");
     check.range("delay_seed", delay_seed, 0, UINT32_MAX);
     check.range("trace_bytes", trace_bytes, 0, INT64_MAX);
@@ -48,10 +47,13 @@ void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_wei
     check.same_device("w_gate_up", w_gate_up, topk_idx);
     check.same_device("w_down", w_down, topk_idx);
     check.same_device("y", y, topk_idx);
+    if (saved_rows > 0) check.same_device("saved_gate_up", saved_gate_up, topk_idx);
     problem.x = x.const_data_ptr();
     problem.w_gate_up = w_gate_up.const_data_ptr();
     problem.w_down = w_down.const_data_ptr();
     problem.y = y.mutable_data_ptr();
+    if (saved_rows > 0) problem.saved_gate_up = saved_gate_up.mutable_data_ptr();
+    problem.saved_rows = saved_rows;
     problem.trace = reinterpret_cast<void*>(static_cast<std::uintptr_t>(trace));
     problem.trace_bytes = trace_bytes;
     problem.clamp = static_cast<float>(clamp);

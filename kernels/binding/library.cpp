@@ -36,20 +36,25 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "bool "
         "canaries, bool backward, int rank, "
         "int num_sms, int arrival_ns, int progress_ns, int refused_tokens, bool weighted) -> ()");
-    // clamp: of gate and up, +inf for none. delay_seed: pauses in the communication roles, 0 for none. trace:
-    // address of int64 [CTAs, roles, events, 3], 0 for none.
+    // saved_gate_up: bf16 [rows, 2 * intermediate] that only moe_backward reads, of the rows with the lowest
+    // slots; an empty tensor of one dimension saves nothing. clamp: of gate and up, +inf for none.
+    // delay_seed: pauses in the communication roles, 0 for none. trace: address of int64 [CTAs, roles,
+    // events, 3], 0 for none.
     m.def(
         "moe_forward(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, "
-        "Tensor(a!) y, Tensor(b!) summary, int[] buffers, int workspace, int record, int max_tokens, "
+        "Tensor(a!) y, Tensor(b!) saved_gate_up, Tensor(c!) summary, int[] buffers, int workspace, int "
+        "record, int max_tokens, "
         "int num_experts, int pool_rows, bool canaries, bool backward, int rank, int num_sms, int "
         "arrival_ns, "
         "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
-    // A result that nobody wants is an empty tensor of one dimension. Weight gradients, bf16 or fp32, are
+    // saved_gate_up: what moe_forward left there for the same tokens; empty: it is computed again. A result
+    // that nobody wants is an empty tensor of one dimension. Weight gradients, bf16 or fp32, are
     // set, or added to when accumulating. The shape of the buffer has `backward`.
     m.def(
         "moe_backward(Tensor x, Tensor dy, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor "
         "w_down, "
-        "Tensor(a!) dx, Tensor(b!) dtopk, Tensor(c!) dw_gate_up, Tensor(d!) dw_down, Tensor(e!) summary, "
+        "Tensor saved_gate_up, Tensor(a!) dx, Tensor(b!) dtopk, Tensor(c!) dw_gate_up, Tensor(d!) dw_down, "
+        "Tensor(e!) summary, "
         "int[] buffers, int workspace, int record, int max_tokens, int num_experts, int pool_rows, "
         "bool canaries, int rank, int num_sms, int arrival_ns, int progress_ns, float clamp, bool "
         "accumulate, "

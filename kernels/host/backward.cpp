@@ -88,6 +88,8 @@ void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& lo
     p.moved[1] = {static_cast<const std::byte*>(problem.dy), workspace + parts[layout::kDyPool],
                   symmetric[layout::kStagedDy]};
     p.summed = workspace + parts[layout::kOPool];
+    p.saved = {static_cast<std::byte*>(const_cast<void*>(problem.saved_gate_up)),
+               static_cast<std::int32_t>(problem.saved_rows)};
     p.out = static_cast<std::byte*>(problem.dx);
     p.x_flags = symmetric[layout::kXFlags];
     p.sent_flags = symmetric[layout::kSentFlags];
@@ -133,8 +135,10 @@ void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShap
 Status launch_backward(const BackwardProblem& problem) noexcept {
     const RouteProblem& route = problem.route;
     LayerLaunch launch{};
-    Status status =
-        prepare_layer(problem.trace == nullptr ? Op::kBackward : Op::kBackwardTrace, route, launch);
+    const Op op = problem.trace != nullptr ? Op::kBackwardTrace
+                  : problem.saved_rows > 0 ? Op::kBackwardSaving
+                                           : Op::kBackward;
+    Status status = prepare_layer(op, route, launch);
     if (!status.ok) return status;
     const layout::WorkspaceShape local = workspace_shape(route.shape);
     const Parts parts = layout::make_workspace(local);

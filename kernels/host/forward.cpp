@@ -52,7 +52,10 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
 Status launch_forward(const ForwardProblem& problem) noexcept {
     const RouteProblem& route = problem.route;
     LayerLaunch launch{};
-    Status status = prepare_layer(problem.trace == nullptr ? Op::kForward : Op::kForwardTrace, route, launch);
+    const Op op = problem.trace != nullptr ? Op::kForwardTrace
+                  : problem.saved_rows > 0 ? Op::kForwardSaving
+                                           : Op::kForward;
+    Status status = prepare_layer(op, route, launch);
     if (!status.ok) return status;
 
     const layout::WorkspaceShape local = workspace_shape(route.shape);
@@ -71,6 +74,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     p.moved[0] = {static_cast<const std::byte*>(problem.x), workspace + parts[layout::kXPool],
                   symmetric[layout::kStaging] + staging.x};
     p.summed = workspace + parts[layout::kOPool];
+    p.saved = {static_cast<std::byte*>(problem.saved_gate_up), static_cast<std::int32_t>(problem.saved_rows)};
     p.out = static_cast<std::byte*>(problem.y);
     p.returns_rows = true;
     p.counters = reinterpret_cast<std::uint32_t*>(workspace + parts[layout::kCounters]);

@@ -15,10 +15,14 @@ const char* op_name(Op op) noexcept {
             return "route";
         case Op::kForward:
             return "forward";
+        case Op::kForwardSaving:
+            return "forward_saving";
         case Op::kForwardTrace:
             return "forward_trace";
         case Op::kBackward:
             return "backward";
+        case Op::kBackwardSaving:
+            return "backward_saving";
         case Op::kBackwardTrace:
             return "backward_trace";
         case Op::kClockProbe:

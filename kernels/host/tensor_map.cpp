@@ -11,35 +11,41 @@ namespace {
 static_assert(sizeof(device::TensorMap) == sizeof(CUtensorMap), "the driver's size");
 static_assert(alignof(device::TensorMap) >= alignof(CUtensorMap), "the driver's alignment");
 
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+struct Encoder {
+    Encode encode;
+    Status status;
+};
+
 // Looked up at run time, so that nothing links against the driver.
-Status find_encoder(decltype(&cuTensorMapEncodeTiled)& encode) noexcept {
+Encoder find_encoder() noexcept {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = {};
     const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                                cudaEnableDefault, &found);
-    if (error != cudaSuccess) return cuda_status(error, "cudaGetDriverEntryPointByVersion");
-    if (found != cudaDriverEntryPointSuccess)
-        return error_status("the driver has no cuTensorMapEncodeTiled, which CUDA 12.0 introduced");
-    encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-    return ok_status();
+    if (error != cudaSuccess) return {nullptr, cuda_status(error, "cudaGetDriverEntryPointByVersion")};
+    if (found != cudaDriverEntryPointSuccess) {
+        return {nullptr,
+                error_status("the driver has no cuTensorMapEncodeTiled, which CUDA 12.0 introduced")};
+    }
+    return {reinterpret_cast<Encode>(function), ok_status()};
 }
 
 template <std::size_t Rank>
 Status encode_map(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                   const cuuint64_t (&extents)[Rank], const cuuint64_t (&strides)[Rank - 1],
                   const cuuint32_t (&box)[Rank], device::TensorMap& map) noexcept {
-    static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-    if (encode == nullptr) {
-        const Status status = find_encoder(encode);
-        if (!status.ok) return status;
-    }
+    // Once, whichever thread comes first; a driver that lacks it will lack it in this process.
+    static const Encoder encoder = find_encoder();
+    if (encoder.encode == nullptr) return encoder.status;
     cuuint32_t steps[Rank];
     for (cuuint32_t& step : steps)
         step = 1;
-    const CUresult result = encode(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                                   Rank, const_cast<void*>(data), extents, strides, box, steps,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encoder.encode(
+        reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, Rank, const_cast<void*>(data),
+        extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return ok_status();
     return error_status("%s: cuTensorMapEncodeTiled of [%lld, %lld] at %p: error %d", what,
                         static_cast<long long>(rows), static_cast<long long>(columns), data,

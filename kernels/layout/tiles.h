@@ -2,11 +2,11 @@
 #include <cstdint>
 
 #include "layout/host_device.h"
-#include "layout/pools.h"
+#include "layout/layer_shared.h"
 
 // Which tile of the layer's products a ticket means: the order in which the clusters of a rank take tiles. A
 // unit is one expert in one chunk; unit = chunk * num_local + expert. A cluster is two CTAs, and a tile of a
-// cluster is a tile of `height` rows x one block of columns for each.
+// cluster is a tile of kTileRows x one block of columns for each.
 namespace mega_moe::layout {
 
 // Row blocks of clusters that share a block of weights in L2 before the next block of weights is read.
@@ -16,14 +16,14 @@ inline constexpr int kRasterBlocks = 8;
 // ---------------------------------------------------------------------
 // Whole clusters take the rows in pairs of blocks and share the weights. Where the last pair would have one
 // block only, the two CTAs share the rows instead and take two blocks of columns.
-MEGA_MOE_LAW int num_pairs(int rows, int height) {
-    return rows / (2 * height) + (rows % (2 * height) > height ? 1 : 0);
+MEGA_MOE_LAW int num_pairs(int rows) {
+    return rows / (2 * kTileRows) + (rows % (2 * kTileRows) > kTileRows ? 1 : 0);
 }
-MEGA_MOE_LAW bool has_tail(int rows, int height) {
-    return rows % (2 * height) > 0 && rows % (2 * height) <= height;
+MEGA_MOE_LAW bool has_tail(int rows) {
+    return rows % (2 * kTileRows) > 0 && rows % (2 * kTileRows) <= kTileRows;
 }
-MEGA_MOE_LAW int num_tiles(int rows, int columns, int height) {
-    return num_pairs(rows, height) * columns + (has_tail(rows, height) ? (columns + 1) / 2 : 0);
+MEGA_MOE_LAW int num_tiles(int rows, int columns) {
+    return num_pairs(rows) * columns + (has_tail(rows) ? (columns + 1) / 2 : 0);
 }
 
 // What one CTA of the cluster does.
@@ -34,11 +34,11 @@ struct CtaTile {
     bool live;      // false for the second CTA of a tail whose number of columns is odd
 };
 
-MEGA_MOE_LAW CtaTile cta_tile(int index, int cta, int rows, int columns, int height) {
-    const int pairs = num_pairs(rows, height);
+MEGA_MOE_LAW CtaTile cta_tile(int index, int cta, int rows, int columns) {
+    const int pairs = num_pairs(rows);
     if (index >= pairs * columns) {
         const int column = 2 * (index - pairs * columns) + cta;
-        return {pairs * 2 * height, column, true, column < columns};
+        return {pairs * 2 * kTileRows, column, true, column < columns};
     }
     const int group = index / (kRasterBlocks * columns);
     const int first = group * kRasterBlocks;
@@ -46,7 +46,7 @@ MEGA_MOE_LAW CtaTile cta_tile(int index, int cta, int rows, int columns, int hei
     const int within = index - first * columns;
     const int column = within / count;
     const int pair = first + (within - column * count);
-    return {pair * 2 * height + cta * height, column, false, true};
+    return {(2 * pair + cta) * kTileRows, column, false, true};
 }
 
 // --- order of the units
@@ -68,11 +68,9 @@ struct TileRun {
 //   or the number of units. All CTAs of a rank walk alike.
 class TileWalk {
   public:
-    MEGA_MOE_LAW TileWalk(int units, int num_local, int height, int gate_up_columns, int down_columns,
-                          int lag)
+    MEGA_MOE_LAW TileWalk(int units, int num_local, int gate_up_columns, int down_columns, int lag)
         : units_(units),
           num_local_(num_local),
-          height_(height),
           gate_up_columns_(gate_up_columns),
           down_columns_(down_columns),
           lag_(lag) {}
@@ -91,11 +89,11 @@ class TileWalk {
         const int unit = down ? down_ : up_;
         const int here = rows(unit);
         const TileRun run{unit, here, down, ticket_,
-                          num_tiles(here, down ? down_columns_ : gate_up_columns_, height_)};
+                          num_tiles(here, down ? down_columns_ : gate_up_columns_)};
         ticket_ += run.tiles;
         if (down) {
             down_ = rows.next(down_ + 1);
-            if (down_ < up_) ahead_ -= num_tiles(rows(down_), gate_up_columns_, height_);
+            if (down_ < up_) ahead_ -= num_tiles(rows(down_), gate_up_columns_);
         } else {
             if (up_ > down_) ahead_ += run.tiles;
             up_ = rows.next(up_ + 1);
@@ -106,7 +104,6 @@ class TileWalk {
   private:
     int units_;
     int num_local_;
-    int height_;
     int gate_up_columns_;
     int down_columns_;
     int lag_;

@@ -25,8 +25,8 @@ enum class TraceKind : std::int64_t {
     kWaitHome,
     kHome,
     kRoute,
-    kStage,
-    kWaitDz,  // of the backward: the loading warp waits for the inputs of a tile
+    kFirstRows,  // all warps copy what the first tiles need into the pools
+    kWaitDz,     // of the backward: the loading warp waits for the inputs of a tile
     kWaitDx,
     kWaitGradient,
     kLoadDz,

@@ -64,6 +64,10 @@ def moe(
     into = (None, None) if grad_buffers is None else grad_buffers
     inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
     clamp = None if activation_clamp is None else float(activation_clamp)
+    if buffer.save_gate_up and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        rows = buffer.saved_rows(x.shape[0])
+        y, _ = torch.ops.mega_moe.run_saving(*inputs, *into, buffer.handle, clamp, rows)
+        return y  # type: ignore[no-any-return]
     token = torch.ops.mega_moe.save(*inputs, *into, buffer.handle, clamp)
     return torch.ops.mega_moe.run(token, *inputs, buffer.handle, clamp)  # type: ignore[no-any-return]
 

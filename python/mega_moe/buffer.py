@@ -16,6 +16,7 @@ from mega_moe._backends.decide import check_name
 from mega_moe._backends.executor import LayerExecutor
 from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
 from mega_moe._backends.request import Request
+from mega_moe._backends.saved import check_share
 from mega_moe._backends.summary import Routing
 from mega_moe._base import env
 from mega_moe._base.errors import MegaMoEError
@@ -47,6 +48,11 @@ class MoEBuffer:
         dtype: of x and the weights, as far as it decides the choice of the backend.
         device: where x lives; default: the current GPU if the group can serve it, else the CPU.
         num_reserved_sms: SMs that the fused kernels leave to others: NCCL's blocks, where it runs on another stream.
+        save_gate_up: 0 (default): the fused backward computes gate and up again. Above 0 each forward that autograd
+            records keeps them for its backward, ``saved_nbytes(T)`` bytes a call, for so many times the T K rows of a
+            balanced routing; of rows beyond that they are computed again. No bit of a result depends on it. At 1
+            (True) that is every row of a balanced routing, and of any where there is one rank. Other backends keep
+            what they always do.
         arrival_timeout: seconds to wait for a rank that has not come to a call; default: the group's time-out.
         progress_timeout: seconds that a kernel waits for anything else, once all ranks have come to the call.
         strict: True forbids falling back from the fused backend; default: MEGA_MOE_STRICT.
@@ -72,6 +78,7 @@ class MoEBuffer:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         num_reserved_sms: int = 0,
+        save_gate_up: float = 0.0,
         arrival_timeout: float | None = None,
         progress_timeout: float = 60.0,
         strict: bool | None = None,
@@ -86,11 +93,13 @@ class MoEBuffer:
             "dtype": str(dtype).removeprefix("torch."),
             "num_reserved_sms": num_reserved_sms,
         }
+        share = 0.0
         facts: RankFacts | None = None
         error: Exception | None = None
         limit: float | None = None
         try:
             limit = check_timeout(arrival_timeout)
+            share = check_share(save_gate_up)
             if check_timeout(progress_timeout, "progress_timeout") is None:
                 raise TypeError("progress_timeout: got None, want seconds")
         except (ValueError, TypeError) as failed:
@@ -104,6 +113,7 @@ class MoEBuffer:
                 settings["strict"] = plan.wanted_strict(strict)
                 settings["arrival_timeout"] = self._control.timeout
                 settings["progress_timeout"] = progress_timeout
+                settings["save_gate_up"] = share
                 # It puts canaries into the memory that the ranks share, which moves every part of it.
                 settings["MEGA_MOE_DEBUG"] = env.debug()
                 group_backend = None if group is None else _group_backend(group)
@@ -125,6 +135,7 @@ class MoEBuffer:
                 )
                 self._router = plan.build_router(request, self._control, kernels)
                 self._executor = plan.build_executor(self._explanation, facts, *ranks, kernels)
+                self._saved_rows = plan.saved_rows(kernels, share)
             # The memory may not fit on one rank alone.
             except RuntimeError as failed:
                 error = failed
@@ -184,6 +195,19 @@ class MoEBuffer:
     @property
     def precision(self) -> str:
         return self._explanation.request.precision
+
+    @property
+    def save_gate_up(self) -> float:
+        """As asked for, in 1024ths; 0 where another backend serves the calls, or the backward."""
+        return self._saved_rows.share
+
+    def saved_rows(self, num_tokens: int) -> int:
+        """Rows, of 2I bf16 numbers, that a forward of ``num_tokens`` keeps of gate and up for its backward."""
+        return self._saved_rows.slots(num_tokens)
+
+    def saved_nbytes(self, num_tokens: int) -> int:
+        """Bytes of gate and up that a forward of ``num_tokens`` keeps for its backward, beside its inputs."""
+        return 4 * self.intermediate * self.saved_rows(num_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -294,7 +318,8 @@ class MoEBuffer:
         Needs the compiled library, no GPU; depends on its arguments and, for the canaries, on MEGA_MOE_DEBUG. "auto"
         counts the pools of the fused backend where the wheel holds a kernel for the request, a name counts that
         backend's memory. Plain backends on a CPU, or on a GPU whose architecture the wheel does not hold, keep nothing.
-        ``training`` counts what the fused backward needs besides, which a buffer holds wherever it can run it.
+        ``training`` counts what the fused backward needs besides, which a buffer holds wherever it can run it. What
+        autograd keeps of each call is not the buffer's: its inputs, and ``saved_nbytes(T)`` of gate and up.
 
         Raises:
             BackendRefusedError: "fused" is named, and no kernel of the wheel serves the request.

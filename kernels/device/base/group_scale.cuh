@@ -9,7 +9,7 @@ namespace mega_moe::device {
 
 // The scale factor of one 1x128 group and what is needed to divide by it with two instructions per element.
 struct GroupScale {
-    float scale;  // amax / 448, or 1 for a group of zeros; what is stored
+    float scale;  // amax / 448, or 1 where that is 0; what is stored
     float lift;   // power of two to multiply elements by first; 1 unless the scale is extreme
     float high;   // 1 / (scale * lift), rounded down, so that `low` is not negative
     float low;    // what `high` lacks
@@ -62,7 +62,10 @@ MEGA_MOE_HOST_DEVICE float next_below(float a) {
 // amax >= 0, Inf or NaN.
 MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax) {
     GroupScale g;
-    g.scale = amax == 0.0f ? 1.0f : divide_rn(amax, kE4m3Max);
+    g.scale = divide_rn(amax, kE4m3Max);
+    // Of zeros, or of an amax below about 3e-43, for which fp32 holds no scale: 0 / 0 would make the group
+    // NaN.
+    if (g.scale == 0.0f) g.scale = 1.0f;
     g.lift = g.scale < kSmallestPlainScale  ? kLiftOfSmall
              : g.scale > kLargestPlainScale ? kLiftOfLarge
                                             : 1.0f;

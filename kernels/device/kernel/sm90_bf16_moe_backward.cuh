@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_backward(
     copy_first_rows<C>(p, epoch);
     zero_padding(p, 0, warp * static_cast<int>(ptx::num_ctas()) + static_cast<int>(ptx::cta_id()),
                  C::kThreads / 32 * static_cast<int>(ptx::num_ctas()));
+    routing.end(TraceKind::kFirstRows, 0, 0, 0);
     if (warp < 4) {
         ptx::shrink_registers<C::kCommRegisters>();
         if (warp == 0) {

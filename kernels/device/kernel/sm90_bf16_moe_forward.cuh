@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_forward(
     const auto cta = static_cast<int>(ptx::cluster_rank());
     const std::uint64_t epoch = *shared.epoch();
     copy_first_rows<C>(p, epoch);
+    routing.end(TraceKind::kFirstRows, 0, 0, 0);
     if (warp < 4) {
         ptx::shrink_registers<C::kCommRegisters>();
         if (warp == 0) {

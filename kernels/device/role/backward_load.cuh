@@ -27,7 +27,7 @@ class BackwardLoader {
             ptx::fence_proxy_async_global();
             tracer.end(wait_kind(t.kind), t.chunk, t.expert, trace_index(t, 0));
             if (t.kind == kDzTile) {
-                load_gate_up(t);
+                if (!C::kSaves || (t.flags & kSaved) == 0) load_gate_up(t);
                 load_da(t);
             } else if (t.kind == kDxTile) {
                 load_dx(t);

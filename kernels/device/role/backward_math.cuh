@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "device/epilogue/saved_gate_up.cuh"
 #include "device/epilogue/store_rows.cuh"
 #include "device/epilogue/swiglu_backward.cuh"
 #include "device/role/backward_gradient.cuh"
@@ -65,11 +66,18 @@ class BackwardMath {
         unpublished_.counter = counter;
     }
 
-    // Gate and up anew, the gradient of h, and from these in registers dz, h and a part of dtopk.
+    // Gate and up, anew or as the forward saved them, the gradient of h, and from these in registers dz, h
+    // and a part of dtopk.
     __device__ __forceinline__ void dz_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
         std::uint32_t gate[32], up[32];
-        {
+        if (C::kSaves && (t.flags & kSaved) != 0) {
+            // Of a half without rows it is what the forward's memory held before, and is not used.
+            load_gate_up(
+                p.saved.memory + layout::saved_offset(t.slot + first_row_, t.column / 128,
+                                                      p.intermediate / 128, warp_row_ / 16 % 4, lane()),
+                gate, up);
+        } else {
             float z[128];
 #pragma unroll
             for (int i = 0; i < 128; ++i)

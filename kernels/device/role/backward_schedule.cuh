@@ -7,6 +7,7 @@
 #include "device/role/cluster_mail.cuh"
 #include "device/role/layer_shared.cuh"
 #include "device/role/unit_rows.cuh"
+#include "layout/saved_gate_up.h"
 #include "layout/tiles.h"
 #include "layout/workspace.h"
 
@@ -18,17 +19,18 @@
 namespace mega_moe::device {
 
 // The scheduler decides as late as it can, since a gradient's tile takes long: it is one tile ahead.
-template <int Stages, bool Trace>
-using BackwardConfig = LayerConfig<Stages, Trace, 1, 2, 136, 184>;
+template <int Stages, bool Trace, bool Saves>
+using BackwardConfig = LayerConfig<Stages, Trace, Saves, 1, 2, 136, 184>;
 
 enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient };
 
-enum GradientFlag {
+enum TileFlag {
     kToPartials = 1,    // the sum goes on in a later part
     kFromPartials = 2,  // an earlier part has begun it
     kAllNan = 4,        // the call had a bad id
     kCountChunk = 8,
     kCountTurn = 16,
+    kSaved = 32,  // of dz: gate and up are there
 };
 
 // What the scheduler tells the other warps of its CTA of a tile.
@@ -48,7 +50,7 @@ struct BackwardTile {
     std::int32_t row;      // gradients: of the expert's dW
     std::int32_t partial;  // gradients: which of the sums between parts
     std::int32_t turn;     // gradients: word among the turns
-    std::int32_t flags;    // gradients: GradientFlag
+    std::int32_t flags;    // TileFlag, of gradients but for the last
 };
 
 // How a trace numbers the tiles: block of rows in the low 16 bits, of 128 columns in the next 8. A gradient's
@@ -86,9 +88,8 @@ class RowTiles {
     __device__ __forceinline__ RowTiles(const BackwardParams& params, int num_chunks, int clusters)
         : p(params),
           rows_(params.route.expert_rows, num_chunks * params.route.num_local),
-          walk_(num_chunks * params.route.num_local, params.route.num_local, layout::kTileRows,
-                params.intermediate / 128, params.needs_dx ? params.hidden / layout::kTileColumns : 0,
-                kLagPerCluster * clusters) {
+          walk_(num_chunks * params.route.num_local, params.route.num_local, params.intermediate / 128,
+                params.needs_dx ? params.hidden / layout::kTileColumns : 0, kLagPerCluster * clusters) {
         advance();
     }
 
@@ -118,6 +119,12 @@ class RowTiles {
         t.tail = tile.tail;
         t.chunk = place_.chunk;
         t.expert = place_.expert;
+        if constexpr (C::kSaves) {
+            // As the CTAs share their loads, both products or one for both of them: of two tiles the second
+            // has the higher slots.
+            const int last = place_.first_slot + cta_tile(1).first_row;
+            if (!run_.down && layout::is_saved(last, p.saved.slots)) t.flags = kSaved;
+        }
         return t;
     }
     // One warp. Both CTAs' rows, since each waits for the other's loads.
@@ -146,7 +153,7 @@ class RowTiles {
     }
     __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
         const int columns = run_.down ? p.hidden / layout::kTileColumns : p.intermediate / 128;
-        return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, columns, layout::kTileRows);
+        return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, columns);
     }
 
     const BackwardParams& p;

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "device/epilogue/saved_gate_up.cuh"
 #include "device/epilogue/store_rows.cuh"
 #include "device/epilogue/swiglu.cuh"
 #include "device/role/forward_schedule.cuh"
@@ -59,6 +60,12 @@ __device__ __forceinline__ void multiply_tiles(const ForwardParams& p, const Lay
             store_rows<4>(d, &p.o_store, buffer, t.column, t.pool_row + warp_row, lane);
             unpublished.counter += p.down_done;
         } else {
+            if constexpr (C::kSaves) {
+                if (layout::is_saved(t.slot, p.saved.slots))
+                    save_gate_up(
+                        d, p.saved.memory + layout::saved_offset(t.slot + first_row, t.column / 128,
+                                                                 p.intermediate / 128, math_warp % 4, lane));
+            }
             // Five instructions of fifteen per element, which without a clamp do nothing.
             if (p.clamp < INFINITY)
                 swiglu_tile<true>(d, weight, p.clamp);

@@ -15,8 +15,8 @@
 
 namespace mega_moe::device {
 
-template <int Stages, bool Trace>
-using ForwardConfig = LayerConfig<Stages, Trace, layout::kTileRing, 1, 136, 184>;
+template <int Stages, bool Trace, bool Saves>
+using ForwardConfig = LayerConfig<Stages, Trace, Saves, layout::kTileRing, 1, 136, 184>;
 
 // What the scheduler tells the other warps of its CTA of a tile.
 struct TileRecord {
@@ -109,8 +109,8 @@ __device__ __forceinline__ void schedule_tiles(const ForwardParams& p, const Lay
     const int gate_up_columns = p.intermediate / 128;
     const int down_columns = p.hidden / layout::kTileColumns;
     UnitRows rows(r.expert_rows, num_chunks * r.num_local);
-    layout::TileWalk walk(num_chunks * r.num_local, r.num_local, layout::kTileRows, gate_up_columns,
-                          down_columns, kLagPerCluster * clusters);
+    layout::TileWalk walk(num_chunks * r.num_local, r.num_local, gate_up_columns, down_columns,
+                          kLagPerCluster * clusters);
     layout::TileRun run = walk.next(rows);
     Tickets<C> tickets(p, shared, cta);
     int first_slot = 0;
@@ -133,8 +133,7 @@ __device__ __forceinline__ void schedule_tiles(const ForwardParams& p, const Lay
                               table_word(row, layout::kChunkFirstSlot);
             }
             const int columns = run.down ? down_columns : gate_up_columns;
-            const layout::CtaTile tile =
-                layout::cta_tile(ticket - run.first_ticket, cta, run.rows, columns, layout::kTileRows);
+            const layout::CtaTile tile = layout::cta_tile(ticket - run.first_ticket, cta, run.rows, columns);
             // A CTA without a tile helps to load the other's rows, and any column does for it.
             const int column = tile.live ? tile.column : 0;
             record.kind = run.down ? kDownTile : kGateUpTile;

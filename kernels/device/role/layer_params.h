@@ -13,11 +13,19 @@ struct MovedRows {
     std::int64_t staged;    // offset of the rank's copy in each symmetric buffer
 };
 
+// Gate and up of the rows with the lowest slots, which the forward saves for the backward; see
+// layout/saved_gate_up.h.
+struct SavedGateUp {
+    std::byte* memory;
+    std::int32_t slots;  // a multiple of layout::kTileRows; 0: none
+};
+
 // What both directions of the layer take.
 struct LayerParams {
     RouteParams route;
     MovedRows moved[2];       // x; dy in the backward alone
     const std::byte* summed;  // pool of the rows that are summed over a token's experts
+    SavedGateUp saved;        // where the kernel is the form that saves
     std::byte* out;           // the caller's, the sums: bf16 [num_tokens, hidden]
     std::uint32_t* counters;  // layout/pools.h
     std::int64_t num_counters;

@@ -12,11 +12,13 @@
 namespace mega_moe::device {
 
 // Compile-time facts of a layer's kernel. Each of two math warpgroups takes half of the rows of every tile.
-// The scheduler is `Ring` tiles ahead at most; `Moved` tensors travel to the experts.
-template <int Stages, bool Trace, int Ring, int Moved, int CommRegisters, int MathRegisters>
+// The form that `Saves` can leave gate and up in memory, or find them there. The scheduler is `Ring` tiles
+// ahead at most; `Moved` tensors travel to the experts.
+template <int Stages, bool Trace, bool Saves, int Ring, int Moved, int CommRegisters, int MathRegisters>
 struct LayerConfig {
     static constexpr int kStages = Stages;
     static constexpr bool kTrace = Trace;
+    static constexpr bool kSaves = Saves;
     static constexpr int kThreads = 384;
     static constexpr int kClusterSize = 2;
     // What 384 threads x 168 registers leave for three warpgroups.

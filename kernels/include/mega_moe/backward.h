@@ -11,16 +11,18 @@ namespace mega_moe {
 // and dtopk are wanted must be equal on all ranks, and is said beside them since either may be empty.
 struct BackwardProblem {
     RouteProblem route;
-    const void* x;          // bf16 [num_tokens, hidden]
-    const void* dy;         // bf16 [num_tokens, hidden]
-    const void* w_gate_up;  // bf16 [num_local, 2 * intermediate, hidden], gate first
-    const void* w_down;     // bf16 [num_local, hidden, intermediate]
-    void* dx;               // bf16 [num_tokens, hidden]
-    void* dtopk;            // fp32 [num_tokens, top_k]
-    void* dw_gate_up;       // bf16 or fp32, as w_gate_up
-    void* dw_down;          // the same, as w_down
-    void* trace;            // int64 [CTAs, roles, events, 3], zero; null: the form that does not trace
+    const void* x;              // bf16 [num_tokens, hidden]
+    const void* dy;             // bf16 [num_tokens, hidden]
+    const void* w_gate_up;      // bf16 [num_local, 2 * intermediate, hidden], gate first
+    const void* w_down;         // bf16 [num_local, hidden, intermediate]
+    const void* saved_gate_up;  // what launch_forward left there for the same tokens
+    void* dx;                   // bf16 [num_tokens, hidden]
+    void* dtopk;                // fp32 [num_tokens, top_k]
+    void* dw_gate_up;           // bf16 or fp32, as w_gate_up
+    void* dw_down;              // the same, as w_down
+    void* trace;                // int64 [CTAs, roles, events, 3], zero; null: the form that does not trace
     std::int64_t trace_bytes;
+    std::int64_t saved_rows;   // as in the forward; 0: gate and up are computed again
     float clamp;               // of gate and up; +inf: none
     std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
     bool needs_dx;

@@ -15,8 +15,10 @@ struct ForwardProblem {
     const void* w_gate_up;  // bf16 [num_local, 2 * intermediate, hidden], gate first
     const void* w_down;     // bf16 [num_local, hidden, intermediate]
     void* y;                // bf16 [num_tokens, hidden]
+    void* saved_gate_up;    // bf16 [saved_rows, 2 * intermediate], for launch_backward alone to read
     void* trace;            // int64 [CTAs, roles, events, 3], zero; null: the form that does not trace
     std::int64_t trace_bytes;
+    std::int64_t saved_rows;   // a multiple of 128; 0: nothing is saved
     float clamp;               // of gate and up; +inf: none
     std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
 };

@@ -19,6 +19,7 @@ void test_forward_tiles();
 void test_gradient_tiles();
 void test_group_scale();
 void test_layouts();
+void test_saved_gate_up();
 void test_route();
 void test_select();
 void test_staging();

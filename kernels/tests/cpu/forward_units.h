@@ -27,7 +27,6 @@ struct Rows {
 struct Problem {
     int num_local;
     int chunks;
-    int height;  // rows of a CTA's tile
     int gate_up_columns;
     int down_columns;
     int clusters;
@@ -36,15 +35,14 @@ struct Problem {
 
     int chunk_of(int unit) const { return unit / num_local; }
     std::string name() const {
-        return std::to_string(chunks) + " chunks of " + std::to_string(num_local) + " experts, tiles of " +
-               std::to_string(height) + " rows, columns " + std::to_string(gate_up_columns) + " and " +
-               std::to_string(down_columns) + ", " + std::to_string(clusters) + " clusters, lag " +
-               std::to_string(lag);
+        return std::to_string(chunks) + " chunks of " + std::to_string(num_local) + " experts, columns " +
+               std::to_string(gate_up_columns) + " and " + std::to_string(down_columns) + ", " +
+               std::to_string(clusters) + " clusters, lag " + std::to_string(lag);
     }
 };
 
 inline std::vector<layout::TileRun> runs_of(const Problem& p) {
-    layout::TileWalk walk(p.rows.size(), p.num_local, p.height, p.gate_up_columns, p.down_columns, p.lag);
+    layout::TileWalk walk(p.rows.size(), p.num_local, p.gate_up_columns, p.down_columns, p.lag);
     std::vector<layout::TileRun> runs;
     for (;;) {
         const layout::TileRun run = walk.next(p.rows);

@@ -13,6 +13,7 @@ int main(int count, char** arguments) {
                   {"gradient_tiles", test_gradient_tiles},
                   {"group_scale", test_group_scale},
                   {"layouts", test_layouts},
+                  {"saved_gate_up", test_saved_gate_up},
                   {"select", test_select},
                   {"staging", test_staging}};
     CHECK(count == 2, "got %d arguments, want the name of a suite", count - 1);

@@ -33,7 +33,7 @@ class Rank {
     Rank(const Problem& p, const Settings& s) : p_(p), s_(s) {
         for (int unit = 0; unit < p.rows.size(); ++unit) {
             first_block_.push_back(static_cast<int>(block_unit_.size()));
-            for (int row = 0; row < p.rows(unit); row += p.height)
+            for (int row = 0; row < p.rows(unit); row += layout::kTileRows)
                 block_unit_.push_back(unit);
         }
         first_block_.push_back(static_cast<int>(block_unit_.size()));
@@ -114,18 +114,18 @@ class Rank {
         left_.resize(static_cast<std::size_t>(p_.rows.size()));
         Problem p = p_;
         if (!s_.needs_dx) p.down_columns = 0;
-        layout::TileWalk walk(p.rows.size(), p.num_local, p.height, p.gate_up_columns, p.down_columns, p.lag);
+        layout::TileWalk walk(p.rows.size(), p.num_local, p.gate_up_columns, p.down_columns, p.lag);
         for (;;) {
             const TileRun run = walk.next(p.rows);
             if (run.tiles == 0 && run.rows == 0) break;
             for (int index = 0; index < run.tiles; ++index) {
                 RowTile tile{run.down, {}};
                 for (int cta = 0; cta < 2; ++cta) {
-                    const layout::CtaTile part = layout::cta_tile(
-                        index, cta, run.rows, run.down ? p.down_columns : p.gate_up_columns, p.height);
+                    const layout::CtaTile part =
+                        layout::cta_tile(index, cta, run.rows, run.down ? p.down_columns : p.gate_up_columns);
                     if (part.live)
                         tile.blocks.push_back(first_block_[static_cast<std::size_t>(run.unit)] +
-                                              part.first_row / p.height);
+                                              part.first_row / layout::kTileRows);
                 }
                 left_[static_cast<std::size_t>(run.unit)] += static_cast<int>(tile.blocks.size());
                 row_tiles_.push_back(tile);
@@ -154,9 +154,11 @@ class Rank {
         return turns_[static_cast<std::size_t>(g.run.unit % p_.num_local * s_.gradient_tiles + g.index)];
     }
     bool ready(const Gradient& g) {
-        const int first = first_block_[static_cast<std::size_t>(g.run.unit)] + g.run.first_row / p_.height;
-        for (int row = 0; row < g.run.rows; row += p_.height)
-            if (dz_[static_cast<std::size_t>(first + row / p_.height)] < p_.gate_up_columns) return false;
+        const int first =
+            first_block_[static_cast<std::size_t>(g.run.unit)] + g.run.first_row / layout::kTileRows;
+        for (int row = 0; row < g.run.rows; row += layout::kTileRows)
+            if (dz_[static_cast<std::size_t>(first + row / layout::kTileRows)] < p_.gate_up_columns)
+                return false;
         return s_.fault == 1 || turn(g) >= g.run.ordinal;
     }
 
@@ -262,7 +264,7 @@ class Rank {
 
 // Rules that are left out are found: they stop, overwrite what is still read, or change an order.
 void test_planted_faults() {
-    Problem p{3, 4, layout::kTileRows, 2, 2, 3, 6, {{300, 0, 200, 300, 64, 100, 300, 200, 1, 500, 2, 700}}};
+    Problem p{3, 4, 2, 2, 3, 6, {{300, 0, 200, 300, 64, 100, 300, 200, 1, 500, 2, 700}}};
     p.num_local = 3;
     for (int fault = 0; fault <= 3; ++fault) {
         int found = 0;
@@ -287,7 +289,6 @@ void test_backward_progress() {
         Problem p{};
         p.num_local = pick(1, 2, 3, 5);
         p.chunks = pick(1, 2, 3, 5);
-        p.height = layout::kTileRows;
         p.gate_up_columns = pick(1, 2, 3);
         p.down_columns = pick(1, 2, 4);
         p.clusters = pick(1, 2, 5);

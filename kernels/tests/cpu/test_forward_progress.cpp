@@ -31,7 +31,7 @@ struct Tile {
     struct Part {
         int block;      // of 64 rows
         int wanted;     // rows of it that must have arrived, for gate/up
-        int warpgroup;  // that stores it, or -1: the one whose turn it is
+        int warpgroup;  // that stores it
     };
     int unit;
     bool down;
@@ -150,14 +150,14 @@ class Rank {
                 Tile tile{run.unit, run.down, {}};
                 for (int cta = 0; cta < 2; ++cta) {
                     const layout::CtaTile part = layout::cta_tile(
-                        index, cta, run.rows, run.down ? p_.down_columns : p_.gate_up_columns, p_.height);
+                        index, cta, run.rows, run.down ? p_.down_columns : p_.gate_up_columns);
                     if (!part.live) continue;
-                    for (int row = 0; row < p_.height && part.first_row + row < run.rows;
+                    for (int row = 0; row < layout::kTileRows && part.first_row + row < run.rows;
                          row += layout::kRowBlock)
                         tile.parts.push_back({first_block_[static_cast<std::size_t>(run.unit)] +
                                                   (part.first_row + row) / layout::kRowBlock,
                                               std::min(run.rows - part.first_row - row, layout::kRowBlock),
-                                              takes_turns() ? -1 : row / layout::kRowBlock});
+                                              row / layout::kRowBlock});
                 }
                 tiles_.push_back(tile);
             }
@@ -167,13 +167,8 @@ class Rank {
                 static_cast<int>(tile.parts.size());
     }
 
-    // With tiles of 64 rows the warpgroups take them in turn, with tiles of 128 each takes its half.
-    bool takes_turns() const { return p_.height == layout::kRowBlock; }
-    int own_tile(int warpgroup, int n) const { return takes_turns() ? 2 * n + warpgroup : n; }
     bool exists(int ticket) const { return ticket < static_cast<int>(tiles_.size()); }
-    int multiplied(const Cluster& c) const {
-        return takes_turns() ? c.multiplied[0] + c.multiplied[1] : std::min(c.multiplied[0], c.multiplied[1]);
-    }
+    int multiplied(const Cluster& c) const { return std::min(c.multiplied[0], c.multiplied[1]); }
 
     bool try_draw(int cluster) {
         Cluster& c = clusters_[static_cast<std::size_t>(cluster)];
@@ -201,9 +196,7 @@ class Rank {
 
     bool try_multiply(int cluster, int warpgroup) {
         Cluster& c = clusters_[static_cast<std::size_t>(cluster)];
-        const int at = own_tile(warpgroup, c.multiplied[warpgroup]);
-        if (at >= c.loaded || c.stored[warpgroup] < c.multiplied[warpgroup]) return false;
-        if (takes_turns() && at > 0 && own_tile(1 - warpgroup, c.multiplied[1 - warpgroup]) < at)
+        if (c.multiplied[warpgroup] >= c.loaded || c.stored[warpgroup] < c.multiplied[warpgroup])
             return false;
         ++c.multiplied[warpgroup];
         return true;
@@ -212,7 +205,7 @@ class Rank {
     bool try_store(int cluster, int warpgroup) {
         Cluster& c = clusters_[static_cast<std::size_t>(cluster)];
         if (c.stored[warpgroup] == c.multiplied[warpgroup]) return false;
-        const int at = c.tickets[static_cast<std::size_t>(own_tile(warpgroup, c.stored[warpgroup]))];
+        const int at = c.tickets[static_cast<std::size_t>(c.stored[warpgroup])];
         const Tile& tile = tiles_[static_cast<std::size_t>(at)];
         const auto chunk = static_cast<std::size_t>(p_.chunk_of(tile.unit));
         // h and o of the chunk two before lie where these go: its down tiles have read the one, its sums the
@@ -220,7 +213,7 @@ class Rank {
         if (chunk >= 2 && (left_in_chunk_[chunk - 2][1] > 0 || sent_[chunk - 2] < residents_[chunk - 2]))
             fault_ = "tile " + std::to_string(at) + " overwrites rows of chunk " + std::to_string(chunk - 2);
         for (const Tile::Part& part : tile.parts) {
-            if (part.warpgroup >= 0 && part.warpgroup != warpgroup) continue;
+            if (part.warpgroup != warpgroup) continue;
             ++(tile.down ? down_done_ : gate_up_done_)[static_cast<std::size_t>(part.block)];
             --left_in_chunk_[chunk][tile.down ? 1 : 0];
         }
@@ -287,7 +280,6 @@ Problem random_problem(std::mt19937& made) {
     Problem p{};
     p.num_local = pick(1, 2, 3, 8, 16);
     p.chunks = pick(1, 2, 3, 5, 8);
-    p.height = pick(64, 128);
     p.gate_up_columns = pick(1, 3, 5);
     p.down_columns = pick(1, 2, 7);
     p.clusters = pick(1, 2, 5, 16);
@@ -321,7 +313,7 @@ Runs renumbered(Runs runs) {
 // Orders that are wrong are found: they stop, or overwrite what is still read.
 void test_planted_faults() {
     std::mt19937 made(7);
-    const Problem p{2, 4, 64, 2, 2, 2, 6, {{300, 200, 300, 64, 100, 300, 200, 1}}};
+    const Problem p{2, 4, 2, 2, 2, 6, {{300, 200, 300, 64, 100, 300, 200, 1}}};
     Runs runs = forward_units::runs_of(p);
     CHECK(result_of(p, runs, made).empty(), "the right order does not end");
     std::stable_sort(runs.begin(), runs.end(),

@@ -13,27 +13,27 @@ using Runs = std::vector<TileRun>;
 
 // Each returns what is wrong, or nothing.
 
-// Every `height` rows of a unit meet every block of columns once, in tiles that the cluster can share.
+// Every kTileRows rows of a unit meet every block of columns once, in tiles that the cluster can share.
 template <class TileOf>
-std::string wrong_tiles(int rows, int columns, int height, const TileOf& tile_of) {
-    const int blocks = (rows + height - 1) / height;
+std::string wrong_tiles(int rows, int columns, const TileOf& tile_of) {
+    constexpr int kHeight = layout::kTileRows;
+    const int blocks = layout::ceil_div(rows, kHeight);
     std::vector<int> seen(static_cast<std::size_t>(blocks * columns));
-    const int tiles = layout::num_tiles(rows, columns, height);
+    const int tiles = layout::num_tiles(rows, columns);
     for (int index = 0; index < tiles; ++index) {
-        const CtaTile pair[2] = {tile_of(index, 0, rows, columns, height),
-                                 tile_of(index, 1, rows, columns, height)};
+        const CtaTile pair[2] = {tile_of(index, 0, rows, columns), tile_of(index, 1, rows, columns)};
         for (const CtaTile& tile : pair) {
             if (!tile.live) continue;
-            if (tile.first_row < 0 || tile.first_row >= rows || tile.first_row % height != 0 ||
+            if (tile.first_row < 0 || tile.first_row >= rows || tile.first_row % kHeight != 0 ||
                 tile.column < 0 || tile.column >= columns)
                 return "tile " + std::to_string(index) + " lies outside";
-            ++seen[static_cast<std::size_t>(tile.first_row / height * columns + tile.column)];
+            ++seen[static_cast<std::size_t>(tile.first_row / kHeight * columns + tile.column)];
         }
         if (!pair[0].live) return "tile " + std::to_string(index) + ": the first CTA has none";
         if (pair[0].tail != pair[1].tail) return "tile " + std::to_string(index) + ": CTAs load differently";
         if (pair[0].tail
                 ? pair[0].first_row != pair[1].first_row
-                : pair[0].column != pair[1].column || pair[1].first_row != pair[0].first_row + height)
+                : pair[0].column != pair[1].column || pair[1].first_row != pair[0].first_row + kHeight)
             return "tile " + std::to_string(index) + ": CTAs share nothing";
         if (!pair[1].live && index != tiles - 1) return "tile " + std::to_string(index) + " is half empty";
     }
@@ -52,7 +52,7 @@ std::string wrong_runs(const Problem& p, const Runs& runs) {
         if (unit >= gate_up.size()) return "a run of no unit";
         if (run.first_ticket != ticket) return "tickets skip to " + std::to_string(run.first_ticket);
         if (run.rows != p.rows(run.unit)) return "a run of other rows";
-        if (run.tiles != layout::num_tiles(run.rows, run.down ? p.down_columns : p.gate_up_columns, p.height))
+        if (run.tiles != layout::num_tiles(run.rows, run.down ? p.down_columns : p.gate_up_columns))
             return "a run of other tiles";
         ticket += run.tiles;
         ++(run.down ? down : gate_up)[unit];
@@ -119,28 +119,26 @@ void expect_found(const char* fault, const std::string& what) {
 
 void test_tiles_of_a_unit() {
     std::mt19937 made(1);
-    for (const int height : {64, 128})
-        for (const int columns : {1, 2, 3, 5, 8, 11, 12, 24, 28})
-            for (int rows = 1; rows < 2300; rows += rows < 700 ? 1 : 61) {
-                const std::string what = wrong_tiles(rows, columns, height, layout::cta_tile);
-                CHECK(what.empty(), "%d rows, %d columns, %d at once: %s", rows, columns, height,
-                      what.c_str());
-            }
-    CHECK(layout::num_tiles(0, 12, 64) == 0, "an empty unit has %d tiles", layout::num_tiles(0, 12, 64));
-    CHECK(layout::num_tiles(1 << 24, 128, 64) == 1 << 24, "got %d", layout::num_tiles(1 << 24, 128, 64));
-    const auto late = [](int index, int cta, int rows, int columns, int height) {
-        CtaTile tile = layout::cta_tile(index, cta, rows, columns, height);
-        if (!tile.tail) tile.first_row += height;
+    for (const int columns : {1, 2, 3, 5, 8, 11, 12, 24, 28})
+        for (int rows = 1; rows < 4400; rows += rows < 1200 ? 1 : 61) {
+            const std::string what = wrong_tiles(rows, columns, layout::cta_tile);
+            CHECK(what.empty(), "%d rows, %d columns: %s", rows, columns, what.c_str());
+        }
+    CHECK(layout::num_tiles(0, 12) == 0, "an empty unit has %d tiles", layout::num_tiles(0, 12));
+    CHECK(layout::num_tiles(1 << 24, 128) == 1 << 23, "got %d", layout::num_tiles(1 << 24, 128));
+    const auto late = [](int index, int cta, int rows, int columns) {
+        CtaTile tile = layout::cta_tile(index, cta, rows, columns);
+        if (!tile.tail) tile.first_row += layout::kTileRows;
         return tile;
     };
-    const auto no_tail = [](int index, int cta, int rows, int columns, int height) {
-        CtaTile tile = layout::cta_tile(index, cta, rows, columns, height);
+    const auto no_tail = [](int index, int cta, int rows, int columns) {
+        CtaTile tile = layout::cta_tile(index, cta, rows, columns);
         if (tile.tail) tile.column = 0;
         return tile;
     };
-    expect_found("rows one block too late", wrong_tiles(640, 3, 64, late));
-    expect_found("a tail of one column", wrong_tiles(192, 4, 64, no_tail));
-    expect_found("a tail of one column", wrong_tiles(64, 4, 128, no_tail));
+    expect_found("rows one block too late", wrong_tiles(1280, 3, late));
+    expect_found("a tail of one column", wrong_tiles(384, 4, no_tail));
+    expect_found("a tail of one column", wrong_tiles(64, 4, no_tail));
 }
 
 Problem random_problem(std::mt19937& made) {
@@ -151,7 +149,6 @@ Problem random_problem(std::mt19937& made) {
     Problem p{};
     p.num_local = pick(1, 2, 3, 16, 48, 128, 384);
     p.chunks = pick(1, 1, 2, 3, 4, 9);
-    p.height = pick(64, 128);
     p.gate_up_columns = pick(1, 3, 5, 6, 11, 12);
     p.down_columns = pick(1, 2, 3, 8, 16, 28);
     p.clusters = pick(1, 2, 8, 33, 66);
@@ -171,14 +168,13 @@ void test_runs() {
     }
     Problem none{};
     none.num_local = 4;
-    none.height = 64;
     none.gate_up_columns = none.down_columns = 1;
     CHECK(forward_units::runs_of(none).empty(), "no chunk has runs");
 }
 
 // The checks above, on orders that are wrong.
 void test_planted_faults() {
-    Problem p{2, 4, 64, 4, 4, 2, 6, {{300, 200, 300, 0, 100, 300, 500, 1}}};
+    Problem p{2, 4, 4, 4, 2, 6, {{300, 200, 300, 0, 100, 300, 500, 1}}};
     const Runs right = forward_units::runs_of(p);
     CHECK(wrong(p, right).empty(), "%s", wrong(p, right).c_str());
     const auto renumber = [](Runs runs) {

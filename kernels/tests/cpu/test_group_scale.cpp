@@ -1,6 +1,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 
 #include "cpu/check.h"
@@ -84,6 +85,18 @@ void test_all_finite_pairs() {
     }
 }
 
+// bf16 holds no amax that small, but activations in fp32 may have one.
+void test_amax_without_a_scale() {
+    for (const float amax : {0x1p-149f, 0x64p-149f, 0xE0p-149f}) {
+        const GroupScale g = make_group_scale(amax);
+        CHECK(g.scale == 1.0f, "scale of %a is %a, want 1", amax, g.scale);
+        CHECK(to_e4m3(divide_by_scale(amax * g.lift, g.high, g.low)) == 0x00, "%a is not 0", amax);
+        CHECK(to_e4m3(divide_by_scale(-amax * g.lift, g.high, g.low)) == 0x80, "%a is not -0", -amax);
+    }
+    const float scale = make_group_scale(0xE1p-149f).scale;
+    CHECK(scale == 0x1p-149f, "the smallest amax that has a scale has %a", scale);
+}
+
 // What the second product is for: without it some codes differ, and this suite would see it.
 void test_one_product_is_not_enough() {
     int wrong = 0;
@@ -115,6 +128,7 @@ void test_infinity_and_nan() {
 void test_group_scale() {
     test_encoder();
     test_all_finite_pairs();
+    test_amax_without_a_scale();
     test_one_product_is_not_enough();
     test_infinity_and_nan();
 }

@@ -40,6 +40,31 @@ class FusedExecutor:
         w_down: Tensor,
         clamp: float | None,
     ) -> Tensor:
+        return self._forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp, None)
+
+    def forward_saving(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        saved = torch.empty(rows, w_gate_up.shape[1], dtype=torch.bfloat16, device=x.device)
+        return self._forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp, saved), saved
+
+    def _forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        saved_gate_up: Tensor | None,
+    ) -> Tensor:
         most = self._kernels.shape.max_tokens
         if x.shape[0] > most:
             # Seen here by compiled calls alone, whose T is not known before.
@@ -47,7 +72,8 @@ class FusedExecutor:
             self.refuse(error, x.shape[0])
             raise error
         x, topk_idx, topk_weights = _dense(x), _dense(topk_idx), _dense(topk_weights)
-        y, _ = self._kernel.forward(x, topk_idx, topk_weights, _dense(w_gate_up), _dense(w_down), clamp)
+        weights = _dense(w_gate_up), _dense(w_down)
+        y, _ = self._kernel.forward(x, topk_idx, topk_weights, *weights, clamp, saved_gate_up=saved_gate_up)
         return y
 
     def backward(
@@ -61,11 +87,11 @@ class FusedExecutor:
         clamp: float | None,
         needs: tuple[bool, bool, bool, bool],
         dw_dtype: torch.dtype,
+        saved_gate_up: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         if self._kernel_backward is not None:
-            return self._fused_backward(
-                dy, x, topk_idx, topk_weights, w_gate_up, w_down, clamp, needs, dw_dtype, None
-            )
+            inputs = (dy, x, topk_idx, topk_weights, w_gate_up, w_down)
+            return self._fused_backward(*inputs, clamp, needs, dw_dtype, None, saved_gate_up)
         if torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 "the backward of this version's fused backend sizes its exchange on the host and cannot be captured "
@@ -87,14 +113,14 @@ class FusedExecutor:
         clamp: float | None,
         needs: tuple[bool, bool, bool, bool],
         into: tuple[Tensor, Tensor],
+        saved_gate_up: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None] | None:
         """Adds the weights' gradients into buffers in the kernel -> dx, dtopk; None where it cannot."""
         wanted = [buffer for buffer, needed in zip(into, needs[2:]) if needed]
         if self._kernel_backward is None or not _can_add(wanted):
             return None
-        return self._fused_backward(
-            dy, x, topk_idx, topk_weights, w_gate_up, w_down, clamp, needs, torch.float32, into
-        )[:2]
+        inputs = (dy, x, topk_idx, topk_weights, w_gate_up, w_down)
+        return self._fused_backward(*inputs, clamp, needs, torch.float32, into, saved_gate_up)[:2]
 
     def _fused_backward(
         self,
@@ -108,6 +134,7 @@ class FusedExecutor:
         needs: tuple[bool, bool, bool, bool],
         dw_dtype: torch.dtype,
         into: tuple[Tensor, Tensor] | None,
+        saved_gate_up: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         assert self._kernel_backward is not None
         got, _ = self._kernel_backward.backward(
@@ -121,6 +148,7 @@ class FusedExecutor:
             needs=needs,
             dw_dtype=dw_dtype,
             into=into,
+            saved_gate_up=saved_gate_up,
         )
         dtopk = None if got.dtopk is None else got.dtopk.to(topk_weights.dtype)
         return got.dx, dtopk, got.dw_gate_up, got.dw_down

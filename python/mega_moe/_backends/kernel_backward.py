@@ -41,6 +41,7 @@ class KernelBackward:
         needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
         dw_dtype: torch.dtype = torch.bfloat16,
         into: tuple[Tensor | None, Tensor | None] | None = None,
+        saved_gate_up: Tensor | None = None,
         delay_seed: int = 0,
         trace: Tensor | None = None,
     ) -> tuple[Gradients, Routing]:
@@ -48,7 +49,8 @@ class KernelBackward:
 
         Inputs as `KernelForward.forward` takes them, and dy as x. ``needs``: of x, topk_weights, w_gate_up, w_down; the
         first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which the weight
-        gradients that are needed are added; they are then None in the result.
+        gradients that are needed are added; they are then None in the result. ``saved_gate_up``: what a forward of the
+        same inputs left in it, on this rank; it changes no bit. Ranks may differ in the last three.
         """
         kernels = self._kernels
         shape = kernels.shape
@@ -70,6 +72,7 @@ class KernelBackward:
                 topk_weights,
                 w_gate_up,
                 w_down,
+                none if saved_gate_up is None else saved_gate_up,
                 dx,
                 dtopk,
                 *made,

@@ -27,15 +27,18 @@ class KernelForward:
         w_down: Tensor,
         clamp: float | None = None,
         *,
+        saved_gate_up: Tensor | None = None,
         delay_seed: int = 0,
         trace: Tensor | None = None,
     ) -> tuple[Tensor, Routing]:
         """-> y ``[T, H]`` bf16 and the routing of the call, both on the current stream.
 
         Contiguous tensors with 16-byte aligned rows: x ``[T, H]``, w_gate_up ``[E_local, 2I, H]``, w_down
-        ``[E_local, H, I]`` in bf16; ids int32 or int64 and weights fp32 or bf16 ``[T, K]``. ``delay_seed`` other than 0
-        delays the communication at random; ``trace`` int64 ``[CTAs, 5, events, 3]``, zeroed, makes the launch one of
-        the tracing kernel. A bad id, a refusal or a lost rank makes y NaN; the next call or `KernelRank.check` raises.
+        ``[E_local, H, I]`` in bf16; ids int32 or int64 and weights fp32 or bf16 ``[T, K]``. ``saved_gate_up`` bf16
+        ``[SavedRows.slots(T), 2I]`` is filled for `KernelBackward.backward`, in an order of the kernels' own.
+        ``delay_seed`` other than 0 delays the communication at random; ``trace`` int64 ``[CTAs, 5, events, 3]``, zero,
+        makes the launch one of the tracing kernel. A bad id, a refusal or a lost rank makes y NaN; the next call or
+        `KernelRank.check` raises.
         """
         kernels = self._kernels
         shape = kernels.shape
@@ -49,6 +52,7 @@ class KernelForward:
                 w_gate_up,
                 w_down,
                 y,
+                torch.empty(0, device=x.device) if saved_gate_up is None else saved_gate_up,
                 summary,
                 *kernels.addresses,
                 shape.max_tokens,

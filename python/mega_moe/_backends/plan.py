@@ -34,6 +34,7 @@ from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
 from mega_moe._backends.router import Router, TorchRouter
+from mega_moe._backends.saved import SavedRows
 from mega_moe._backends.staging import KernelStager, Stager, TorchStager
 from mega_moe._backends.symmetric import allocate
 from mega_moe._backends.transport import GroupTransport, LocalTransport, Transport
@@ -171,6 +172,13 @@ def build_executor(
     stager = plain_stager if fused else _stager(request, facts, device, memory, plain_stager)
     plain = PlainExecutor(request, makers[explanation.chosen](), stager, control, transport)
     return FusedExecutor(kernels, plain) if fused and kernels is not None else plain
+
+
+def saved_rows(kernels: KernelRank | None, share: float) -> SavedRows:
+    """Room for gate and up between the fused kernels of both directions; none where those do not serve the calls."""
+    if kernels is None or not kernels.shape.backward:
+        return SavedRows(0, 0, 0, 0, 0)
+    return SavedRows.of(kernels.shape, share)
 
 
 def buffer_nbytes(request: Request, backend: str | None = None, training: bool = True) -> int:

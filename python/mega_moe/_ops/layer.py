@@ -1,13 +1,14 @@
-"""The layer as torch operators: `save` and `run` forward, `backward` and `backward_into` behind them.
+"""The layer as torch operators: `save` and `run`, or `run_saving`; `backward` and `backward_into` behind them.
 
 Autograd is two nodes. `save` keeps the inputs and returns a token shaped like y; `run` computes y, keeps nothing, and
 its gradient hands dy to `save`. Activation checkpointing therefore stops its recomputation after `save`, before the
-layer itself runs a second time.
+layer itself runs a second time. `run_saving` is one node: what it keeps, gate and up among it, only the layer makes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,17 @@ CALLS: Counter[str] = Counter()
 _LAYER = "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
 _CALL = "int handle, float? activation_clamp"
 _INTO = "Tensor(a!) grad_gate_up, Tensor(b!) grad_down"
+# With a default, so that what a compiler has cached without the last still calls rightly.
+_GIVEN = "bool[4] needs, Tensor? saved_gate_up=None"
 
 _library = torch.library.Library("mega_moe", "DEF")
 _library.define(f"save({_LAYER}, Tensor? grad_gate_up, Tensor? grad_down, {_CALL}) -> Tensor")
 _library.define(f"run(Tensor token, {_LAYER}, {_CALL}) -> Tensor")
-_library.define(f"backward(Tensor dy, {_LAYER}, {_CALL}, bool[4] needs) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(f"backward_into(Tensor dy, {_LAYER}, {_INTO}, {_CALL}, bool[4] needs) -> (Tensor, Tensor)")
+_library.define(
+    f"run_saving({_LAYER}, Tensor? grad_gate_up, Tensor? grad_down, {_CALL}, SymInt rows) -> (Tensor, Tensor)"
+)
+_library.define(f"backward(Tensor dy, {_LAYER}, {_CALL}, {_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"backward_into(Tensor dy, {_LAYER}, {_INTO}, {_CALL}, {_GIVEN}) -> (Tensor, Tensor)")
 
 
 def _token(x: Tensor) -> Tensor:
@@ -58,14 +64,43 @@ def _run(
         return registry.get(handle).forward(x, idx, weights, w1, w2, clamp)
 
 
+def _run_saving(
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    grad_w1: Tensor | None,
+    grad_w2: Tensor | None,
+    handle: int,
+    clamp: float | None,
+    rows: int,
+) -> tuple[Tensor, Tensor]:
+    CALLS["run_saving"] += 1
+    with torch.no_grad(), _plain(x.device):
+        return registry.get_saver(handle).forward_saving(x, idx, weights, w1, w2, clamp, rows)
+
+
+def _run_saving_fake(x: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    w1, rows = call[2], call[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, torch.empty((rows, w1.shape[1]), dtype=x.dtype, device=x.device)
+
+
 def _backward(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *inputs, handle, clamp, needs = call
-    return _gradients(dy, inputs, handle, clamp, needs, inputs[3].dtype)
+    inputs, (handle, clamp, needs, *saved) = list(call[:5]), call[5:]
+    return _gradients(dy, inputs, _only(saved), handle, clamp, needs, inputs[3].dtype)
+
+
+def _only(saved: list[Tensor | None]) -> Tensor | None:
+    # The dispatcher leaves out what has its default.
+    return saved[0] if saved else None
 
 
 def _gradients(
     dy: Tensor,
     inputs: list[Tensor],
+    saved: Tensor | None,
     handle: int,
     clamp: float | None,
     needs: list[bool],
@@ -75,19 +110,24 @@ def _gradients(
     need = (needs[0], needs[1], needs[2], needs[3])
     with torch.no_grad(), _plain(dy.device):
         x, idx, weights, w1, w2 = inputs
-        got = registry.get(handle).backward(dy, x, idx, weights, w1, w2, clamp, need, dw_dtype)
+        if saved is None:
+            got = registry.get(handle).backward(dy, x, idx, weights, w1, w2, clamp, need, dw_dtype)
+        else:
+            saver = registry.get_saver(handle)
+            got = saver.backward(dy, x, idx, weights, w1, w2, clamp, need, dw_dtype, saved)
     dx, dtopk, dw1, dw2 = (dy.new_empty(0) if g is None else g for g in got)
     return dx, dtopk, dw1, dw2
 
 
 def _backward_into(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    *inputs, grad_w1, grad_w2, handle, clamp, needs = call
-    added = _add_in_kernel(dy, inputs, (grad_w1, grad_w2), handle, clamp, needs)
+    inputs, (grad_w1, grad_w2, handle, clamp, needs, *given) = list(call[:5]), call[5:]
+    saved = _only(given)
+    added = _add_in_kernel(dy, inputs, saved, (grad_w1, grad_w2), handle, clamp, needs)
     if added is not None:
         return added
     # Wide gradients, so that adding into the buffer is their only rounding.
     wide = torch.promote_types(inputs[3].dtype, torch.float32)
-    dx, dtopk, dw1, dw2 = _gradients(dy, inputs, handle, clamp, needs, wide)
+    dx, dtopk, dw1, dw2 = _gradients(dy, inputs, saved, handle, clamp, needs, wide)
     for grad, dw, needed in ((grad_w1, dw1, needs[2]), (grad_w2, dw2, needs[3])):
         if needed:
             grad.add_(dw)
@@ -97,6 +137,7 @@ def _backward_into(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
 def _add_in_kernel(
     dy: Tensor,
     inputs: list[Tensor],
+    saved: Tensor | None,
     into: tuple[Tensor, Tensor],
     handle: int,
     clamp: float | None,
@@ -108,7 +149,7 @@ def _add_in_kernel(
     need = (needs[0], needs[1], needs[2], needs[3])
     with torch.no_grad(), _plain(dy.device):
         x, idx, weights, w1, w2 = inputs
-        got = executor.backward_into(dy, x, idx, weights, w1, w2, clamp, need, into)
+        got = executor.backward_into(dy, x, idx, weights, w1, w2, clamp, need, into, saved)
     if got is None:
         return None
     CALLS["backward"] += 1
@@ -117,13 +158,17 @@ def _add_in_kernel(
 
 
 def _backward_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    (x, _, weights, w1, w2), needs = call[:5], call[-1]
-    made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weights, w1, w2))
-    return tuple(m if need else x.new_empty(0) for m, need in zip(made, needs))
+    return _gradients_fake(call[:5], call[7])
 
 
 def _backward_into_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    return _backward_fake(dy, *call)[:2]
+    return _gradients_fake(call[:5], call[9])[:2]
+
+
+def _gradients_fake(inputs: Sequence[Tensor], needs: list[bool]) -> tuple[Tensor, ...]:
+    x, _, weights, w1, w2 = inputs
+    made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weights, w1, w2))
+    return tuple(m if need else x.new_empty(0) for m, need in zip(made, needs))
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -135,20 +180,43 @@ def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.call = (handle, clamp)
 
 
+def _run_saving_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, grad_w1, grad_w2, handle, clamp, _ = inputs
+    gate_up = output[1]
+    ctx.mark_non_differentiable(gate_up)
+    # Else its gradient, which nobody reads, would be zeros of its size.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, gate_up)
+    ctx.into = (grad_w1, grad_w2)
+    ctx.call = (handle, clamp)
+
+
+def _run_saving_backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    *tensors, gate_up = ctx.saved_tensors
+    return *_all_gradients(ctx, dy, tensors, gate_up), None
+
+
 def _save_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return _all_gradients(ctx, dy, ctx.saved_tensors, None)
+
+
+def _all_gradients(
+    ctx: Any, dy: Tensor, tensors: Sequence[Tensor], saved: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Of the inputs of `save`, by which those of `run_saving` begin."""
     needed = ctx.needs_input_grad
     needs = [needed[0], needed[2], needed[3], needed[4]]
-    tensors, into = ctx.saved_tensors, ctx.into
+    into = ctx.into
     ops = torch.ops.mega_moe
     # A gradient can be an expanded or transposed view; the backends read dense rows.
     dy = dy.contiguous()
     if into[0] is None:
-        grads = ops.backward(dy, *tensors, *ctx.call, needs)
+        grads = ops.backward(dy, *tensors, *ctx.call, needs, saved)
     else:
         if torch.is_grad_enabled():
             # An operator that writes into its arguments cannot carry an autograd formula that refuses later.
             _no_double_backward(ctx)
-        dx, dtopk = ops.backward_into(dy, *tensors, *into, *ctx.call, needs)
+        dx, dtopk = ops.backward_into(dy, *tensors, *into, *ctx.call, needs, saved)
         # The weights' gradients are in the buffers; a zero of stride 0 keeps their hooks firing and adds nothing.
         grads = (dx, dtopk, *(w.new_zeros(1, 1, 1).expand(w.shape) for w in tensors[3:]))
     dx, dtopk, dw1, dw2 = (g if need else None for g, need in zip(grads, needs))
@@ -172,6 +240,7 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
 for _name, _impl, _fake in (
     ("save", _save, _save),
     ("run", _run, lambda token, x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device)),
+    ("run_saving", _run_saving, _run_saving_fake),
     ("backward", _backward, _backward_fake),
     ("backward_into", _backward_into, _backward_into_fake),
 ):
@@ -182,6 +251,9 @@ for _name, _impl, _fake in (
 
 torch.library.register_autograd("mega_moe::save", _save_backward, setup_context=_save_context, lib=_library)
 torch.library.register_autograd("mega_moe::run", _run_backward, setup_context=_run_context, lib=_library)
+torch.library.register_autograd(
+    "mega_moe::run_saving", _run_saving_backward, setup_context=_run_saving_context, lib=_library
+)
 torch.library.register_autograd(
     "mega_moe::backward", _no_double_backward, setup_context=_run_context, lib=_library
 )

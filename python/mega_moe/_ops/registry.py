@@ -43,8 +43,40 @@ class Executor(Protocol):
 
 
 @runtime_checkable
+class Saver(Protocol):
+    """An executor that can keep gate and up of a forward for its backward. The tensor means nothing to others."""
+
+    def forward_saving(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        """-> y, and ``[rows, 2I]`` in x's dtype."""
+        ...
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        clamp: float | None,
+        needs: tuple[bool, bool, bool, bool],
+        dw_dtype: torch.dtype,
+        saved_gate_up: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+
+
+@runtime_checkable
 class Accumulator(Protocol):
-    """An executor that may add weight gradients into given buffers itself."""
+    """An executor that may add weight gradients into given buffers itself; a `Saver` with a kernel for the backward."""
 
     def backward_into(
         self,
@@ -57,6 +89,7 @@ class Accumulator(Protocol):
         clamp: float | None,
         needs: tuple[bool, bool, bool, bool],
         into: tuple[Tensor, Tensor],
+        saved_gate_up: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None] | None:
         """-> gradients of x and of the routing weights; None where it cannot, and has done nothing."""
         ...
@@ -74,6 +107,13 @@ def register(executor: Executor) -> int:
 
 def unregister(handle: int) -> None:
     _live.pop(handle, None)
+
+
+def get_saver(handle: int) -> Saver:
+    executor = get(handle)
+    if not isinstance(executor, Saver):
+        raise MegaMoEError(f"the backend of buffer {handle} saves no gate and up, and was given some")
+    return executor
 
 
 def get(handle: int) -> Executor:

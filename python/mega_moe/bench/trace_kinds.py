@@ -76,7 +76,7 @@ _TABLE = (
     Kind(14, "wait for home rows", "home sum", State.WAIT, Index.ENTRY),
     Kind(15, "home sum", "home sum", State.COPY, Index.ENTRY),
     Kind(16, "routing", "routing", State.SETUP),
-    Kind(17, "staging", "staging", State.SETUP),
+    Kind(17, "first rows", "first rows", State.SETUP),
     Kind(18, "wait for dz inputs", "dz", State.WAIT, Index.TILE),
     Kind(19, "wait for dx inputs", "dx", State.WAIT, Index.TILE),
     Kind(20, "wait for gradient inputs", "gradient", State.WAIT, Index.TILE),

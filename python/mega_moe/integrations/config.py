@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_moe._backends.decide import BACKENDS
+from mega_moe._backends.saved import check_share
 from mega_moe._base.types import MAX_TOKENS_PER_RANK, PRECISIONS, positive_int
 
 TABLE = "trainer.model.moe.dispatch"
@@ -27,6 +28,7 @@ class DispatchConfig:
         strict: True forbids falling back from the fused backend; None leaves it to MEGA_MOE_STRICT.
         layers: which MoE layers are switched, counted from 0 among the MoE layers of the model: "all", a percentage
             such as "50%" (spread evenly over the depth), or a list of numbers.
+        save_gate_up: as of `mega_moe.MoEBuffer`: memory for a shorter backward; 0 computes gate and up again.
 
     Raises ValueError or TypeError that names the key, what it holds and what it may hold.
     """
@@ -37,6 +39,7 @@ class DispatchConfig:
     backend: str = "auto"
     strict: bool | None = None
     layers: str | tuple[int, ...] = "all"
+    save_gate_up: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
@@ -44,6 +47,7 @@ class DispatchConfig:
         if self.max_tokens_per_rank is not None:
             positive_int("max_tokens_per_rank", self.max_tokens_per_rank, MAX_TOKENS_PER_RANK)
         positive_int("num_reserved_sms", self.num_reserved_sms, zero=True)
+        check_share(self.save_gate_up)
         if self.strict is not None and not isinstance(self.strict, bool):
             raise TypeError(f"strict: got {self.strict!r}, want true or false")
         if isinstance(self.layers, str):

@@ -123,6 +123,7 @@ def convert(
                     dtype=dtype or site.adapter.dtype or _weight(site).dtype,
                     device=device or _device(site),
                     num_reserved_sms=config.num_reserved_sms,
+                    save_gate_up=config.save_gate_up,
                     strict=config.strict,
                 )
     except Exception:

@@ -32,6 +32,7 @@ class Launch(NamedTuple):
     num_sms: int = 0
     delay_seed: int = 0
     trace: tuple[int, int] = (0, 0)
+    saved_rows: int = 0
 
 
 class FakeKernels:
@@ -80,6 +81,7 @@ class FakeKernels:
         w_gate_up: Tensor,
         w_down: Tensor,
         y: Tensor,
+        saved_gate_up: Tensor,
         summary: Tensor,
         buffers: list[int],
         workspace: int,
@@ -104,9 +106,20 @@ class FakeKernels:
         assert len(x) <= max_tokens
         assert pool_rows % 128 == 0
         self._launched(
-            Launch("forward", len(x), self._ordering, clamp, num_sms, delay_seed, (trace, trace_bytes)),
+            Launch(
+                "forward",
+                len(x),
+                self._ordering,
+                clamp,
+                num_sms,
+                delay_seed,
+                (trace, trace_bytes),
+                saved_rows(saved_gate_up, w_down),
+            ),
             record,
         )
+        # No two calls' alike, so that a backward which is given another's is seen.
+        saved_gate_up.fill_(self._mark(x))
         summary.zero_()
         if len(buffers) > 1:
             y.zero_()
@@ -128,6 +141,7 @@ class FakeKernels:
         topk_weights: Tensor,
         w_gate_up: Tensor,
         w_down: Tensor,
+        saved_gate_up: Tensor,
         dx: Tensor,
         dtopk: Tensor,
         dw_gate_up: Tensor,
@@ -166,9 +180,11 @@ class FakeKernels:
                 clamp,
                 num_sms,
                 delay_seed,
+                saved_rows=saved_rows(saved_gate_up, w_down),
             ),
             record,
         )
+        assert bool((saved_gate_up == self._mark(x)).all())
         self.needs.append(needs)
         summary.zero_()
         request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
@@ -190,6 +206,9 @@ class FakeKernels:
             if value is not None and needs[at]:
                 (result.add_ if accumulate and at >= 2 else result.copy_)(value)
 
+    def _mark(self, x: Tensor) -> Tensor:
+        return x.sum().to(torch.bfloat16)
+
     def _launched(self, launch: Launch, record: int) -> None:
         self.launches.append(launch)
         if self._reports:
@@ -201,6 +220,17 @@ class FakeKernels:
         self._ordering = True
         yield
         self._ordering = False
+
+
+def saved_rows(saved_gate_up: Tensor, w_down: Tensor) -> int:
+    if saved_gate_up.dim() == 1:
+        assert saved_gate_up.numel() == 0
+        return 0
+    assert saved_gate_up.dtype == torch.bfloat16
+    assert saved_gate_up.is_contiguous()
+    assert saved_gate_up.shape[1] == 2 * w_down.shape[2]
+    assert saved_gate_up.shape[0] % 128 == 0
+    return len(saved_gate_up)
 
 
 class _Stream:

@@ -49,7 +49,7 @@ def round_bf16(value: np.ndarray) -> np.ndarray:
 def dequantised(block: np.ndarray) -> np.ndarray:
     """A block with one scale, through e4m3 and back: what the product sees."""
     amax = np.abs(np.asarray(block, np.float32)).max()
-    scale = np.float32(amax / np.float32(448)) if amax else np.float32(1)
+    scale = np.float32(amax / np.float32(448)) or np.float32(1)
     return round_e4m3((np.asarray(block, np.float32) / scale).astype(float)) * float(scale)
 
 

@@ -26,14 +26,17 @@ class BackwardRanks(ForwardRanks):
     def start_backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
         """One call of every rank, from the last to the first, each on its stream; waits for nothing.
 
-        ``into``: a pair of buffers for each rank.
+        ``into``: a pair of buffers for each rank; ``saved``: of each rank what its forward saved, or None.
         """
-        into = options.pop("into", None)
+        into, saved = options.pop("into", None), options.pop("saved", None)
         results: dict[int, Gradients] = {}
         for rank in reversed(range(layer.num_ranks)):
             own = None if into is None else into[rank]
             with self.on(rank):
-                results[rank] = self.start_backward_of(rank, layer, dy, into=own, **options)
+                kept = None if saved is None else saved[rank]
+                results[rank] = self.start_backward_of(
+                    rank, layer, dy, into=own, saved_gate_up=kept, **options
+                )
         return [results[rank] for rank in range(layer.num_ranks)]
 
     def start_backward_of(self, rank: int, layer: Layer, dy: Sequence[Tensor], **options: Any) -> Gradients:
@@ -54,6 +57,26 @@ class BackwardRanks(ForwardRanks):
         results = self.start_backward(layer, dy, **options)
         self.synchronize()
         return results
+
+    def forward_saving(
+        self, layer: Layer, saved: Sequence[Tensor | None], *, delay_seed: int = 0
+    ) -> list[Tensor]:
+        """y of each rank, whose gate and up go into ``saved``."""
+        self.have_room(layer)
+        results: dict[int, Tensor] = {}
+        for rank in reversed(range(layer.num_ranks)):
+            with self.on(rank):
+                results[rank], _ = self.forwards[rank].forward(
+                    layer.x[rank],
+                    layer.ids[rank],
+                    layer.weights[rank],
+                    *layer.experts(rank),
+                    layer.clamp,
+                    saved_gate_up=saved[rank],
+                    delay_seed=delay_seed,
+                )
+        self.synchronize()
+        return [results[rank] for rank in range(layer.num_ranks)]
 
     def have_room_for_gradients(self, layer: Layer, dw_dtype: torch.dtype) -> None:
         """As `have_room`: an allocation between the launches could wait for one that waits."""

@@ -79,7 +79,8 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """The definition: codes as bytes [T, H] and scales [T, H / 128] of bf16 x, on the CPU."""
     groups = x.cpu().float().view(x.shape[0], x.shape[1] // 128, 128)
     amax = groups.abs().amax(-1)
-    scale = torch.where(amax == 0, torch.ones_like(amax), amax / 448.0)
+    scale = amax / torch.full_like(amax, 448.0)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     quotient = (groups / scale.unsqueeze(-1)).clamp(-448.0, 448.0)
     return quotient.to(torch.float8_e4m3fn).view(torch.uint8).view(x.shape), scale
 

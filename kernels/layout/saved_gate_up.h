@@ -1,0 +1,26 @@
+#pragma once
+#include <cstdint>
+
+#include "layout/layer_shared.h"
+
+// Where gate and up of a rank's rows lie when the forward saves them for the backward: as a math warp holds
+// them, so that both directions move them between registers and global memory without a detour, in whole
+// lines. By kRowBlock slots, then 128 features: [warp of the warpgroup][vector][lane][8 bf16].
+namespace mega_moe::layout {
+
+inline constexpr int kSavedVectors = 16;           // of a lane, 16 bytes each: 64 elements of gate, 64 of up
+inline constexpr int kSavedVectorBytes = 32 * 16;  // of all lanes
+
+// Bytes before what a lane of one of a warpgroup's warps holds, whose vectors lie kSavedVectorBytes apart.
+// `slot` is that of the warpgroup's first row, `column` the tile's of `columns` blocks of 128 features.
+MEGA_MOE_LAW std::int64_t saved_offset(int slot, int column, int columns, int warp, int lane) {
+    const std::int64_t block = std::int64_t{slot / kRowBlock} * columns + column;
+    return (block * 4 + warp) * (kSavedVectors * kSavedVectorBytes) + lane * 16;
+}
+
+// Whether there is room for the rows of the tile at `slot`; what lies beyond is computed again.
+MEGA_MOE_LAW bool is_saved(int slot, int saved_slots) {
+    return slot + kTileRows <= saved_slots;
+}
+
+}  // namespace mega_moe::layout
