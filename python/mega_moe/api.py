@@ -46,14 +46,19 @@ def moe(
     Returns:
         y ``[T, H]`` in x's dtype: sum over slots of weight * expert(x), summed in slot order.
 
-    Differentiable once in x, topk_weights, w_gate_up and w_down. dW holds the sum over the tokens of all ranks.
+    Differentiable once in x, topk_weights, w_gate_up and w_down; what needs no gradient is not computed. dW holds the
+    sum over the tokens of all ranks. x needs a gradient on all ranks or on none, and topk_weights likewise; the experts
+    may be frozen on some ranks only.
 
     Raises:
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
+        PeerError: another rank refused its call or runs something else. To the fused backend a backward with x or
+            topk_weights frozen on some ranks only is something else; the others compute the gradients for all ranks.
 
-    The forward of the fused backend does not wait for the device. What it meets there, an expert id out of range or a
-    rank that refuses or does not come, makes y NaN and raises in the next call on this buffer, backward included, or in
-    ``buffer.check()``; a bad id in this call where MEGA_MOE_DEBUG=1.
+    The fused backend does not wait for the device. What it meets there, an expert id out of range, a rank that refuses,
+    differs or does not come, makes the call's results NaN and raises in the next call on this buffer, backward
+    included, or in ``buffer.check()``; a bad id in this call where MEGA_MOE_DEBUG=1. Ranks that differ end at once, not
+    after a time limit; their buffer, as one that lost a rank, serves no further call.
     """
     try:
         _check(x, topk_idx, topk_weights, w_gate_up, w_down, buffer, activation_clamp, backend, grad_buffers)

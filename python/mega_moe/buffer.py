@@ -262,7 +262,7 @@ class MoEBuffer:
         """Wait for the device and raise what a past call could not report at once: a bad expert id, a lost rank.
 
         The plain backends report everything in the call itself, the kernels of `mega_moe.route` and of the fused
-        forward nothing.
+        backend nothing.
         """
         self._live()
         self._router.check()

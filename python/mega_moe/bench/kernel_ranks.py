@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
+from mega_moe._backends.saved import SavedRows
 from mega_moe._backends.symmetric import Shape as BufferShape
 from mega_moe._backends.symmetric import of_virtual_ranks, symmetric_layout
 from mega_moe.bench.problem import random_problem
@@ -39,7 +40,8 @@ PARTS = {
 class Options:
     """One kernel of one layer: `tokens` of each of `num_ranks` ranks, which this process plays on one GPU.
 
-    ``dw_dtype`` and ``parts`` are the backward's.
+    ``dw_dtype`` and ``parts`` are the backward's. ``saved``: as `MoEBuffer(save_gate_up=)`, the forward writes gate and
+    up, and the backward reads them.
     """
 
     shape: Shape
@@ -48,6 +50,7 @@ class Options:
     direction: str = "forward"
     dw_dtype: torch.dtype = torch.bfloat16
     parts: str = "all"
+    saved: float = 0.0
 
     def request(self) -> Request:
         return Request(
@@ -99,6 +102,10 @@ class _Inputs:
         )
         return cls(*(tensor.detach() for tensor in given))
 
+    def forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The forward's part of it."""
+        return self.x, self.topk_idx, self.topk_weights, self.w_gate_up, self.w_down
+
 
 class KernelRanks:
     """Kernels, streams and inputs of ranks that share a GPU; `num_reserved_sms` of it are left free."""
@@ -116,7 +123,7 @@ class KernelRanks:
             num_ranks=count,
             pool_rows=pool_rows(request),
             home=True,
-            backward=options.direction == "backward",
+            backward=options.direction == "backward" or options.saved > 0,
         )
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         # Clusters are pairs; a trace has a place for every CTA.
@@ -138,12 +145,27 @@ class KernelRanks:
         self._backwards = [KernelBackward(kernels) for kernels in self.kernels]
         self._streams = [torch.cuda.Stream(device) for _ in range(count)]
         self.inputs = [_Inputs.of(options, device, rank) for rank in range(count)]
+        rows = SavedRows.of(layout, options.saved).slots(options.tokens) if options.saved else 0
+        columns = 2 * shape.intermediate
+        self._saved = [
+            torch.empty(rows, columns, dtype=torch.bfloat16, device=device) if rows else None
+            for _ in range(count)
+        ]
         self._reserve()
+        if rows and options.direction == "backward":
+            self._each(self._forward)
+            self.check()
 
     @property
     def nbytes(self) -> int:
         """Bytes that the kernel holds on each rank between calls: the part that peers reach, and the workspace."""
         return sum(memory.numel() for memory in self.kernels[0].memory)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes of gate and up that each rank keeps from a forward to its backward."""
+        saved = self._saved[0]
+        return 0 if saved is None else saved.numel() * saved.element_size()
 
     def launch(self, arrays: Sequence[Tensor] | None) -> list[list[Tensor]]:
         """What every rank's launch gives, with the tracing kernel where ``arrays`` are given. Waits for the device."""
@@ -184,21 +206,33 @@ class KernelRanks:
         return graph
 
     def _queue(self, arrays: Sequence[Tensor] | None) -> list[list[Tensor]]:
+        one = self._forward if self._options.direction == "forward" else self._backward
+        return self._each(lambda rank: one(rank, None if arrays is None else arrays[rank]))
+
+    def _each(self, one: Callable[[int], list[Tensor]]) -> list[list[Tensor]]:
+        """What each rank's launch on its stream gives."""
         results = []
         for rank, stream in enumerate(self._streams):
             with torch.cuda.stream(stream):
-                results.append(self._one(rank, None if arrays is None else arrays[rank]))
+                results.append(one(rank))
         return results
 
-    def _one(self, rank: int, trace: Tensor | None) -> list[Tensor]:
-        """One rank's launch: y, or the gradients that are asked for."""
+    def _forward(self, rank: int, trace: Tensor | None = None) -> list[Tensor]:
+        """One rank's launch: y."""
+        saved = self._saved[rank]
+        y, _ = self._forwards[rank].forward(*self.inputs[rank].forward(), saved_gate_up=saved, trace=trace)
+        return [y]
+
+    def _backward(self, rank: int, trace: Tensor | None = None) -> list[Tensor]:
+        """One rank's launch: the gradients that are asked for."""
         given, options = self.inputs[rank], self._options
-        inputs = (given.x, given.topk_idx, given.topk_weights, given.w_gate_up, given.w_down)
-        if options.direction == "forward":
-            y, _ = self._forwards[rank].forward(*inputs, trace=trace)
-            return [y]
         gradients, _ = self._backwards[rank].backward(
-            given.dy, *inputs, needs=PARTS[options.parts], dw_dtype=options.dw_dtype, trace=trace
+            given.dy,
+            *given.forward(),
+            needs=PARTS[options.parts],
+            dw_dtype=options.dw_dtype,
+            saved_gate_up=self._saved[rank],
+            trace=trace,
         )
         return [gradient for gradient in gradients if gradient is not None]
 

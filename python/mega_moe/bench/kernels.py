@@ -1,23 +1,24 @@
 """The fused kernels alone: one rank, or several that share the GPU, burst and sustained.
 
     python -m mega_moe.bench.kernels [--direction forward,backward] [--shape 30B,235B] [--tokens 16384] [--ranks 1,8]
-        [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--json FILE]
+        [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--saved 0,1.1] [--json FILE]
 
 Tokens are those of all ranks together, so that rows of one shape do the same work. The published table times calls of
 `mega_moe.moe`; this one times launches alone, replayed from a CUDA graph. `--dw` is the dtype of a backward's weight
 gradients, `--parts` what it is asked for: everything, the gradients of x and of the routing weights, or those of the
-experts' weights.
+experts' weights. `--saved` is what `MoEBuffer` takes as `save_gate_up`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from mega_moe._backends.saved import check_share
 from mega_moe.bench.clocks import ClockProbe
 from mega_moe.bench.kernel_ranks import DIRECTIONS, PARTS, KernelRanks, Options, prepare_process, why_not
 from mega_moe.bench.protocols import PROTOCOLS, CudaTimer, measure
@@ -41,6 +42,8 @@ class KernelRow:
     num_sms: int
     dw: str | None  # of a backward that is asked for the weights' gradients: their dtype
     parts: str | None  # of a backward: what it is asked for
+    saved: float  # share of gate and up that is kept from the forward to the backward
+    saved_nbytes: int  # that this takes on each rank
     nbytes: int  # that the kernel holds on each rank, whatever the routing
     tflops: float
     timing: Timing
@@ -49,10 +52,12 @@ class KernelRow:
         clock = "" if self.timing.mhz is None else f", {self.timing.mhz:.0f} MHz"
         dw = "" if self.dw is None else f", dW in {self.dw}"
         parts = "" if self.parts in (None, "all") else f" of {self.parts} alone"
+        saved = "" if self.saved == 0 else f", {self.saved_nbytes / 2**30:.2f} GiB of gate and up kept"
         return (
             f"{self.shape} {self.direction}{parts}{dw}, T={self.tokens} in all, {self.num_ranks} ranks of "
             f"{self.num_sms} SMs, {self.num_reserved_sms} SMs reserved, {self.timing.protocol}: "
-            f"{1e3 * self.timing.seconds:.3f} ms, {self.tflops:.0f} TF/s{clock}, {self.nbytes / 2**30:.2f} GiB a rank"
+            f"{1e3 * self.timing.seconds:.3f} ms, {self.tflops:.0f} TF/s{clock}, "
+            f"{self.nbytes / 2**30:.2f} GiB a rank{saved}"
         )
 
 
@@ -79,6 +84,8 @@ def time_kernel(
             ranks.num_sms,
             {dtype: name for name, dtype in _DTYPES.items()}[options.dw_dtype] if has_dw else None,
             options.parts if backward else None,
+            options.saved,
+            ranks.saved_nbytes,
             ranks.nbytes,
             flops(options) / timing.seconds * 1e-12,
             timing,
@@ -105,8 +112,11 @@ def cases(words: argparse.Namespace) -> Iterator[tuple[Options, int]]:
                 if tokens % num_ranks:
                     raise ValueError(f"tokens: got {tokens}, wanted a multiple of {num_ranks} ranks")
                 for reserved in map(int, words.reserved.split(",")):
-                    for options in _kernels(shape, tokens // num_ranks, num_ranks, directions, dtypes, parts):
-                        yield options, reserved
+                    for saved in map(check_share, map(float, words.saved.split(","))):
+                        for options in _kernels(
+                            shape, tokens // num_ranks, num_ranks, directions, dtypes, parts
+                        ):
+                            yield replace(options, saved=saved), reserved
 
 
 def _kernels(
@@ -139,6 +149,7 @@ def parser() -> argparse.ArgumentParser:
     add("--reserved", default="0", help="SMs left free, separated by commas")
     add("--dw", default="bf16", help=f"of {', '.join(_DTYPES)} (default: bf16)")
     add("--parts", default="all", help=f"of {', '.join(PARTS)} (default: all)")
+    add("--saved", default="0", help="as save_gate_up of a buffer, separated by commas (default: 0)")
     add("--quick", action="store_true", help="three windows of each protocol")
     add("--json", type=Path, metavar="FILE", help="also write the rows here")
     return made

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+
+# As in the tools: streams of ranks that share a GPU need hardware queues of their own.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import pytest
 import torch
 
+from mega_moe import MoEBuffer
 from mega_moe._ops import library
-from mega_moe.bench import main, schema
+from mega_moe.bench import kernels, main, schema
 from mega_moe.bench.clocks import ClockProbe, make_clock
 from mega_moe.bench.protocols import PROTOCOLS, CudaTimer
 from mega_moe.bench.schema import CeilingRow, LayerRow, StageRow
@@ -71,3 +77,22 @@ def test_short_run(cuda_device: torch.device, tmp_path: Path) -> None:
     assert all(row.peak_bytes is not None and row.peak_bytes > 0 for row in layer.values())
     assert result.environment.kernels_sha256 is not None
     assert result.environment.num_sms is not None
+
+
+def test_kernels_alone(cuda_device: torch.device, tmp_path: Path) -> None:
+    """Both directions with two ranks that share the GPU, a backward in fp32, and one without dW."""
+    path = tmp_path / "kernels.json"
+    words = ["--shape", "tiny", "--tokens", "512", "--ranks", "2", "--quick", "--json", str(path)]
+    assert kernels.main([*words, "--dw", "fp32", "--parts", "all,dx"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["direction"], row["parts"], row["dw"]) for row in rows[::2]] == [
+        ("forward", None, None),
+        ("backward", "all", "fp32"),
+        ("backward", "dx", None),
+    ]
+    assert [row["timing"]["protocol"] for row in rows] == ["burst", "sustained"] * 3
+    sizes = {"num_experts": 8, "max_tokens_per_rank": 256, "top_k": 2, "hidden": 256, "intermediate": 128}
+    for row in rows:
+        assert row["timing"]["seconds"] > 0
+        training = row["direction"] == "backward"
+        assert row["nbytes"] == MoEBuffer.nbytes(**sizes, num_ranks=2, training=training, backend="fused")

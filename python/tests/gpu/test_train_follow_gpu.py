@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_moe.demo import follow
 from mega_moe.demo.config import Config
 
+pytest.importorskip("tqdm", reason="the demo needs the extra 'demo'")
+pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
+from mega_moe.demo import follow
+
 STEPS = 80
-NEAR = 0.05  # nats per byte, of the mean of the last 50 steps
+NEAR = 0.1  # nats per byte, of the mean of the last 50 steps
 
 
 def test_fused_learns_as_the_reference_does(cuda_device: torch.device, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
-    pytest.importorskip("tqdm", reason="the demo needs the extra 'demo'")
     verdict = follow.follow(Config(steps=STEPS, minutes=0.0), tmp_path, "fused", "cuda")
     (fused, *references) = json.loads((tmp_path / "follow.json").read_text())["runs"]
     assert fused["backend"] == "fused"
