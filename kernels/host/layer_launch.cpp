@@ -36,9 +36,8 @@ std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const Laye
     const std::int64_t rows =
         std::max<std::int64_t>(1, local.max_tokens * local.num_ranks * local.top_k / experts);
     const int columns = static_cast<int>(local.intermediate / 128);
-    const std::int64_t tiles = std::max(
-        1, layout::num_tiles(static_cast<int>(std::min<std::int64_t>(rows, 1 << 24)), columns,
-                             layout::kTileRows));
+    const int tiles =
+        std::max(1, layout::num_tiles(static_cast<int>(std::min<std::int64_t>(rows, 1 << 24)), columns));
     const std::int64_t clusters = launch.ctas / kCtasPerCluster;
     const std::int64_t wanted = (clusters + tiles - 1) / tiles * rows;
     const std::int64_t warps = std::int64_t{launch.ctas} * (launch.variant->threads / 32);
