@@ -28,7 +28,8 @@ struct LayerShared {
     int barriers;
     int num_barriers;
     int epoch;  // uint64
-    int state;  // two words
+    int state;    // two words
+    int written;  // uint32 [kMathWarps]
     int total;  // to ask for, whatever the start of the CTA's shared memory is
 };
 
@@ -44,7 +45,8 @@ MEGA_MOE_LAW LayerShared make_layer_shared(int stages) {
     s.num_barriers = 2 * stages + 2 * kTileRing + kMailbox + kPullBuffers;
     s.epoch = s.barriers + 8 * s.num_barriers;
     s.state = s.epoch + 8;
-    s.total = 1024 + s.state + 16;
+    s.written = s.state + 8;
+    s.total = 1024 + s.written + kMathWarps * 4 + 8;
     return s;
 }
 

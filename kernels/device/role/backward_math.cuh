@@ -16,8 +16,8 @@ template <class C>
 class BackwardMath {
   public:
     __device__ __forceinline__ BackwardMath(const BackwardParams& params, const LayerShared<C>& map)
-        : p(params), shared(map) {
-        const int warp = static_cast<int>(ptx::thread_id()) / 32 - 4;
+        : p(params), shared(map), unpublished_(map.written(), math_warp()) {
+        const int warp = math_warp();
         first_row_ = warp / 4 * layout::kRowBlock;
         warp_row_ = first_row_ + warp % 4 * 16;
         buffer_ = shared.store_buffer(warp);
@@ -45,6 +45,7 @@ class BackwardMath {
     }
 
   private:
+    static __device__ __forceinline__ int math_warp() { return static_cast<int>(ptx::thread_id()) / 32 - 4; }
     static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
     // The warpgroup's half of A: 64 rows in K-major, a block in MN-major.
     __device__ __forceinline__ std::uint32_t a_offset() const {
