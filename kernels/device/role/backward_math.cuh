@@ -52,6 +52,15 @@ class BackwardMath {
         return static_cast<std::uint32_t>(first_row_ * kOperandRowBytes);
     }
 
+    // Of a trace: the products of a tile begin when its first stage is there.
+    __device__ __forceinline__ void trace_wait(const BackwardTile& t, bool any_rows,
+                                               Tracer<C::kTrace>& tracer) {
+        if constexpr (C::kTrace) {
+            unpublished_.wait(shared.full(stage_.at), stage_.parity, lane());
+            if (any_rows) tracer.end(TraceKind::kWaitTurn, t.chunk, t.expert, trace_index(t, first_row_));
+        }
+    }
+
     template <Major A, Major B, int Count>
     __device__ __forceinline__ void multiply(float (&d)[Count], int k_blocks, bool any_rows) {
         unpublished_.wait(shared.full(stage_.at), stage_.parity, lane());
@@ -71,6 +80,7 @@ class BackwardMath {
     // and a part of dtopk.
     __device__ __forceinline__ void dz_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
+        trace_wait(t, any_rows, tracer);
         std::uint32_t gate[32], up[32];
         if (C::kSaves && (t.flags & kSaved) != 0) {
             // Of a half without rows it is what the forward's memory held before, and is not used.
@@ -146,6 +156,7 @@ class BackwardMath {
 
     __device__ __forceinline__ void dx_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
+        trace_wait(t, any_rows, tracer);
         float d[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i)
@@ -159,6 +170,7 @@ class BackwardMath {
     }
 
     __device__ __forceinline__ void gradient(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
+        trace_wait(t, true, tracer);
         float d[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i)
