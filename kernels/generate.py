@@ -68,11 +68,13 @@ def route_instance(variant: Variant) -> str:
 
 def layer_instance(variant: Variant) -> str:
     direction, _, trace = variant["op"].partition("_")
-    config = f"{direction.capitalize()}Config<{variant['stages']}, {'true' if trace else 'false'}>"
+    precision = variant["precision"]
+    config = "Quantised" if precision == "fp8" else ""
+    config += f"{direction.capitalize()}Config<{variant['stages']}, {'true' if trace else 'false'}>"
     return INSTANCE.format(
-        header=f"sm90_bf16_moe_{direction}.cuh",
+        header=f"sm90_{precision}_moe_{direction}.cuh",
         name=variant["name"],
-        kernel=f"sm90_bf16_moe_{direction}<device::{config}>",
+        kernel=f"sm90_{precision}_moe_{direction}<device::{config}>",
     )
 
 

@@ -10,7 +10,9 @@ enum class Element { kBf16, kE4m3 };
 // one multiplying while the other stores.
 enum class Schedule { kCooperative, kPingPong };
 enum class Cluster { kNone, kMulticastB };  // two blocks along M that load half of b's tile each, for both
-enum class Scaling { kNone, kPromoted };    // 1x128 of a, 128x128 of b; sums leave the tensor core every 128
+// 1x128 of a, 128x128 of b; sums leave the tensor core every 128: half of the columns after the other, or a
+// quarter while the next is multiplied.
+enum class Scaling { kNone, kPromoted, kStaggered };
 
 template <Element E, int M, int N, int InstructionN, Schedule S, Cluster C, device::Major A, device::Major B,
           Scaling Scale, int Stages, int StoreBuffers>
@@ -23,7 +25,8 @@ struct GemmConfig {
     static constexpr int kClusterSize = C == Cluster::kNone ? 1 : 2;
     static constexpr device::Major kMajorA = A;
     static constexpr device::Major kMajorB = B;
-    static constexpr bool kPromoted = Scale == Scaling::kPromoted;
+    static constexpr bool kPromoted = Scale != Scaling::kNone;
+    static constexpr bool kStaggered = Scale == Scaling::kStaggered;
     static constexpr int kStages = Stages;
     static constexpr int kStoreBuffers = StoreBuffers;
 
@@ -39,8 +42,12 @@ struct GemmConfig {
     static constexpr int kPartRegisters = InstructionN / 2;
 
     // The promoted form spills with 216 and 72 and with 200 and 104.
-    static constexpr int kLoadRegisters = kPromoted ? 88 : 40;
-    static constexpr int kMultiplyRegisters = kPromoted ? 208 : 232;
+#ifndef LR
+#define LR 88
+#define MR 208
+#endif
+    static constexpr int kLoadRegisters = kPromoted ? LR : 40;
+    static constexpr int kMultiplyRegisters = kPromoted ? MR : 232;
     static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168, "registers at launch");
 
     static constexpr int kBytesA = M * device::kOperandRowBytes;

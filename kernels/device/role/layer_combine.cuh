@@ -82,7 +82,7 @@ class Combiner {
             const RowSum sum = pushes ? push_sum() : home_sum();
             // What the lanes have seen of counters and flags holds for the whole warp.
             __syncwarp();
-            sum_rows<Wide>(sum, p.hidden);
+            sum_rows<kWidth>(sum, p.hidden);
             if (pushes)
                 beside.push(from_, view_, bad_);
             else
@@ -101,6 +101,9 @@ class Combiner {
 
   private:
     static constexpr std::uint32_t kPushesPerCount = 8;
+    static constexpr SumWidth kWidth = Wide            ? SumWidth::kWide
+                                       : C::kQuantised ? SumWidth::kNarrow
+                                                       : SumWidth::kNormal;
 
     // In lane 0.
     __device__ __forceinline__ std::uint32_t draw_raw(layout::CounterTicket which) {

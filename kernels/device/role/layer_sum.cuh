@@ -76,17 +76,22 @@ __device__ __forceinline__ void sum_rows_by(const RowSum& s, int hidden) {
     }
 }
 
-// By one warp. A sum takes as long as its loads wait, so as many are under way as there are registers for:
-// `Wide` in a math warp.
-template <bool Wide>
+// Registers that a warp has for a sum: those of a math warp; what a communication warp has beside its other work; what
+// is left of that in a quantised layer.
+enum class SumWidth { kWide, kNormal, kNarrow };
+
+// By one warp. A sum takes as long as its loads wait, so as many are under way as there are registers for.
+template <SumWidth Width>
 __device__ __forceinline__ void sum_rows(const RowSum& s, int hidden) {
     if (s.out == nullptr) return;
     if (s.count == 1)
         sum_rows_by<1, 4>(s, hidden);
-    else if constexpr (Wide)
+    else if constexpr (Width == SumWidth::kWide)
         sum_rows_by<8, 2>(s, hidden);
-    else
+    else if constexpr (Width == SumWidth::kNormal)
         sum_rows_by<4, 2>(s, hidden);
+    else
+        sum_rows_by<4, 1>(s, hidden);
 }
 
 }  // namespace mega_moe::device

@@ -69,18 +69,24 @@ __device__ __forceinline__ uint4 swap_codes(uint2 first, uint2 second, bool odd)
     return odd ? uint4{got.x, got.y, second.x, second.y} : uint4{first.x, first.y, got.x, got.y};
 }
 
-// Quantises one tile: each warp takes kQuad consecutive loads of 512 bytes, which are 8 groups.
-template <class Config>
-__device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t tile) {
-    static_assert(Config::kVectors == kQuad, "a warp reduces its vectors as one quad");
-    constexpr int kGroups = 2 * kQuad;
+// Rows to quantise, each of whole groups, and where they go.
+struct QuantisedRows {
+    const void* x;  // bf16
+    void* codes;    // e4m3
+    float* scales;  // one per group
+    uint32_t num_groups;
+};
+
+inline constexpr uint32_t kGroupsPerWarp = 2 * kQuad;
+
+// One warp: the groups from `first_group` on, in kQuad consecutive loads of 512 bytes, which are 8 groups.
+__device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint32_t first_group) {
+    if (first_group >= rows.num_groups) return;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int half = lane / kLanesPerGroup;
-    const uint32_t first_group = (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroups;
-    if (first_group >= p.num_groups) return;
-    const int groups_left = static_cast<int>(min(p.num_groups - first_group, uint32_t{kGroups})) - half;
+    const int groups_left = static_cast<int>(min(rows.num_groups - first_group, kGroupsPerWarp)) - half;
 
-    const uint4* source = static_cast<const uint4*>(p.x) + size_t{first_group} * kLanesPerGroup + lane;
+    const uint4* source = static_cast<const uint4*>(rows.x) + size_t{first_group} * kLanesPerGroup + lane;
     uint4 v[kQuad];
 #pragma unroll
     for (int i = 0; i < kQuad; ++i)
@@ -90,7 +96,7 @@ __device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t ti
     const bool odd = (lane & 1) != 0;
     if ((lane & 6) == 0) {
         const int i = (lane & 8) / 4 + (lane & 1);
-        if (2 * i < groups_left) p.staged_sf[first_group + 2 * i + half] = own.scale;
+        if (2 * i < groups_left) rows.scales[first_group + 2 * i + half] = own.scale;
     }
     if (__any_sync(kWholeWarp, own.lift != 1.0f)) {
 #pragma unroll
@@ -99,7 +105,7 @@ __device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t ti
             v[i] = ptx::scale_bf16x8(v[i], lift);
         }
     }
-    uint4* target = static_cast<uint4*>(p.staged_x) + size_t{first_group} * (layout::kQuantGroup / 16) +
+    uint4* target = static_cast<uint4*>(rows.codes) + size_t{first_group} * (layout::kQuantGroup / 16) +
                     lane / 2 + (odd ? 16 : 0);
 #pragma unroll
     for (int i = 0; i < kQuad; i += 2) {
@@ -112,6 +118,14 @@ __device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t ti
         const uint4 stored = swap_codes(codes[0], codes[1], odd);
         if (2 * (i + odd) < groups_left) ptx::store(target + i * 16, stored);
     }
+}
+
+// Quantises one tile of the staging kernel.
+template <class Config>
+__device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t tile) {
+    static_assert(Config::kVectors == kQuad, "a warp reduces its vectors as one quad");
+    quantise_groups({p.x, p.staged_x, p.staged_sf, p.num_groups},
+                    (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroupsPerWarp);
 }
 
 }  // namespace mega_moe::device
