@@ -41,7 +41,7 @@ __device__ __forceinline__ void multiply_tiles(const GemmParams& p, const Shared
         } else {
             if constexpr (C::kPromoted) {
                 if constexpr (C::kStaggered)
-                    multiply_tile_staggered<C>(sums, shared, cursor, p, origin.column, warpgroup, lane);
+                    multiply_tile_staggered<C>(sums[0], shared, cursor, p, origin.column, warpgroup, lane);
                 else
                     multiply_tile_promoted<C>(sums, shared, cursor, p, origin.column, warpgroup, lane);
             } else {

@@ -36,9 +36,17 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[128], uint64_t a, uint64_t
 
 // Sets d instead of adding to it. As pure outputs the accumulators need no zeros and are dead before; zeroed
 // temporaries in a loop make ptxas serialise the products and spill.
+__device__ __forceinline__ void wgmma_e4m3_first(float (&d)[64], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" MEGA_MOE_WGMMA_NAMES_64
+        "}, %64, %65, accumulate, 1, 1;\n}"
+        : MEGA_MOE_WGMMA_LIST_64("=", d)
+        : "l"(a), "l"(b));
+}
 
-// Adds to d unless `accumulate`, which the compiler must not know, is 0: then it sets d. Unlike pure outputs, the
-// accumulators stay the registers that they were, so that what still reads them comes before the product.
+// Adds to d unless `accumulate`, which the compiler must not take for a constant, is 0: then it sets d. Unlike pure
+// outputs, the accumulators stay the registers that they were, so that what still reads them comes before the product.
 __device__ __forceinline__ void wgmma_e4m3_if(float (&d)[32], uint64_t a, uint64_t b, uint32_t accumulate) {
     asm volatile(
         "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, %34, 0;\n"
