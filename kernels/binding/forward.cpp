@@ -45,10 +45,9 @@ RouteShape checked_forward_shape(const Checker& check, const ForwardArguments& a
     check.range("intermediate", intermediate, 1, INT64_MAX);
     check.multiple("hidden", hidden, a.quantised() ? 512 : 256);
     check.multiple("intermediate", intermediate, 128);
-    const RouteShape shape =
-        checked_shape(check, a.max_tokens, a.topk_idx.size(1), a.num_experts, hidden, intermediate,
-                      static_cast<int64_t>(a.rank.buffers.size()), a.pool_rows, a.quantised(), true, a.canaries,
-                      a.backward);
+    const RouteShape shape = checked_shape(check, a.max_tokens, a.topk_idx.size(1), a.num_experts, hidden,
+                                           intermediate, static_cast<int64_t>(a.rank.buffers.size()),
+                                           a.pool_rows, a.quantised(), true, a.canaries, a.backward);
     // A tile's scale factors of h are one run.
     if (a.quantised()) check.multiple("pool_rows", shape.pool_rows, 128);
     return shape;
@@ -112,10 +111,25 @@ void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_wei
                  int64_t pool_rows, bool canaries, bool backward, int64_t rank, int64_t num_sms,
                  int64_t arrival_ns, int64_t progress_ns, double clamp, int64_t delay_seed, int64_t trace,
                  int64_t trace_bytes) {
-    forward(Checker("moe_forward"),
-            {x, topk_idx, topk_weights, w_gate_up, nullptr, w_down, nullptr, y, summary,
-             {buffers, workspace, record, rank, num_sms, arrival_ns, progress_ns},
-             max_tokens, num_experts, pool_rows, canaries, backward, clamp, delay_seed, trace, trace_bytes});
+    forward(Checker("moe_forward"), {x,
+                                     topk_idx,
+                                     topk_weights,
+                                     w_gate_up,
+                                     nullptr,
+                                     w_down,
+                                     nullptr,
+                                     y,
+                                     summary,
+                                     {buffers, workspace, record, rank, num_sms, arrival_ns, progress_ns},
+                                     max_tokens,
+                                     num_experts,
+                                     pool_rows,
+                                     canaries,
+                                     backward,
+                                     clamp,
+                                     delay_seed,
+                                     trace,
+                                     trace_bytes});
 }
 
 void moe_forward_fp8(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights,
@@ -125,10 +139,25 @@ void moe_forward_fp8(const Tensor& x, const Tensor& topk_idx, const Tensor& topk
                      int64_t num_experts, int64_t pool_rows, bool canaries, bool backward, int64_t rank,
                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp,
                      int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
-    forward(Checker("moe_forward_fp8"),
-            {x, topk_idx, topk_weights, w_gate_up, &gate_up_sf, w_down, &down_sf, y, summary,
-             {buffers, workspace, record, rank, num_sms, arrival_ns, progress_ns},
-             max_tokens, num_experts, pool_rows, canaries, backward, clamp, delay_seed, trace, trace_bytes});
+    forward(Checker("moe_forward_fp8"), {x,
+                                         topk_idx,
+                                         topk_weights,
+                                         w_gate_up,
+                                         &gate_up_sf,
+                                         w_down,
+                                         &down_sf,
+                                         y,
+                                         summary,
+                                         {buffers, workspace, record, rank, num_sms, arrival_ns, progress_ns},
+                                         max_tokens,
+                                         num_experts,
+                                         pool_rows,
+                                         canaries,
+                                         backward,
+                                         clamp,
+                                         delay_seed,
+                                         trace,
+                                         trace_bytes});
 }
 
 }  // namespace mega_moe::binding

@@ -44,13 +44,15 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "int num_experts, int pool_rows, bool canaries, bool backward, int rank, int num_sms, int "
         "arrival_ns, "
         "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
-    // The same in e4m3: weights with an fp32 scale factor for each 128 x 128 of them, x quantised by the kernel. The
-    // shape of the buffer has `quantise`.
+    // The same in e4m3: weights with an fp32 scale factor for each 128 x 128 of them, x quantised by the
+    // kernel. The shape of the buffer has `quantise`.
     m.def(
-        "moe_forward_fp8(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor gate_up_sf, "
+        "moe_forward_fp8(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor "
+        "gate_up_sf, "
         "Tensor w_down, Tensor down_sf, Tensor(a!) y, Tensor(b!) summary, int[] buffers, int workspace, int "
         "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool backward, int rank, int "
-        "num_sms, int arrival_ns, int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> "
+        "num_sms, int arrival_ns, int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) "
+        "-> "
         "()");
     // A result that nobody wants is an empty tensor of one dimension. Weight gradients, bf16 or fp32, are
     // set, or added to when accumulating. The shape of the buffer has `backward`.

@@ -133,8 +133,8 @@ void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShap
 Status launch_backward(const BackwardProblem& problem) noexcept {
     const RouteProblem& route = problem.route;
     LayerLaunch launch{};
-    Status status = prepare_layer(problem.trace == nullptr ? Op::kBackward : Op::kBackwardTrace, Precision::kBf16,
-                                  route, launch);
+    Status status = prepare_layer(problem.trace == nullptr ? Op::kBackward : Op::kBackwardTrace,
+                                  Precision::kBf16, route, launch);
     if (!status.ok) return status;
     const layout::WorkspaceShape local = workspace_shape(route.shape);
     const Parts parts = layout::make_workspace(local);

@@ -52,8 +52,8 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
                       kHeight, layout::kScaleBlocks, p.x_scale_load);
 }
 
-void place_scales(const ForwardProblem& problem, std::byte* workspace, const Parts& parts, std::int64_t staged,
-                  device::ForwardParams& p) noexcept {
+void place_scales(const ForwardProblem& problem, std::byte* workspace, const Parts& parts,
+                  std::int64_t staged, device::ForwardParams& p) noexcept {
     p.moved_scales = {nullptr, workspace + parts[layout::kXScalePool], staged};
     p.gate_up_scales = problem.gate_up_scales;
     p.down_scales = problem.down_scales;

@@ -42,7 +42,8 @@ Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const 
         layout::make_route_shared(variant.threads, params.endpoint.num_ranks, params.num_local,
                                   params.max_blocks, params.one_chunk)
             .total;
-    const layout::LayerShared shared = layout::make_layer_shared(variant.stages, variant.precision == Precision::kFp8);
+    const layout::LayerShared shared =
+        layout::make_layer_shared(variant.stages, variant.precision == Precision::kFp8);
     if (routing > shared.ring || shared.total > launch.facts.max_shared_bytes) {
         return error_status(
             "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has "

@@ -34,9 +34,10 @@ constexpr Element kE4m3{CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, CU_TENSOR_MAP_SWIZZLE_
 constexpr Element kScale{CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_NONE};
 
 template <std::size_t Rank>
-Status encode_map(const Element& element, const char* what, const void* data, std::int64_t rows, std::int64_t columns,
-                  const cuuint64_t (&extents)[Rank], const cuuint64_t (&strides)[Rank - 1],
-                  const cuuint32_t (&box)[Rank], device::TensorMap& map) noexcept {
+Status encode_map(const Element& element, const char* what, const void* data, std::int64_t rows,
+                  std::int64_t columns, const cuuint64_t (&extents)[Rank],
+                  const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank],
+                  device::TensorMap& map) noexcept {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (encode == nullptr) {
         const Status status = find_encoder(encode);
@@ -45,10 +46,10 @@ Status encode_map(const Element& element, const char* what, const void* data, st
     cuuint32_t steps[Rank];
     for (cuuint32_t& step : steps)
         step = 1;
-    const CUresult result = encode(reinterpret_cast<CUtensorMap*>(&map), element.type, Rank,
-                                   const_cast<void*>(data), extents, strides, box, steps,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, element.swizzle,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode(reinterpret_cast<CUtensorMap*>(&map), element.type, Rank, const_cast<void*>(data), extents,
+               strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, element.swizzle,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return ok_status();
     return error_status("%s: cuTensorMapEncodeTiled of [%lld, %lld] at %p: error %d", what,
                         static_cast<long long>(rows), static_cast<long long>(columns), data,

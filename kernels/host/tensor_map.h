@@ -15,7 +15,8 @@ Status map_rows(const char* what, const void* data, std::int64_t rows, std::int6
 Status map_e4m3_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                      std::uint32_t box_rows, device::TensorMap& map) noexcept;
 
-// Row-major fp32 [rows, columns] as boxes that land row after row. A row and a row of a box are multiples of 16 bytes.
+// Row-major fp32 [rows, columns] as boxes that land row after row. A row and a row of a box are multiples of
+// 16 bytes.
 Status map_scales(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                   std::uint32_t box_rows, std::uint32_t box_columns, device::TensorMap& map) noexcept;
 

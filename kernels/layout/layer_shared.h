@@ -9,7 +9,7 @@ namespace mega_moe::layout {
 
 inline constexpr int kTileRows = 2 * kRowBlock;       // of a CTA's tile, half of them for each math warpgroup
 inline constexpr int kTileColumns = 256;              // rows of weights
-inline constexpr int kStageBytesA = kTileRows * 128;     // x 64 bf16 or 128 e4m3
+inline constexpr int kStageBytesA = kTileRows * 128;  // x 64 bf16 or 128 e4m3
 inline constexpr int kStageBytesB = kTileColumns * 128;  // the same
 inline constexpr int kStoreBytes = 16 * 128;             // a warp's 16 rows x 64 bf16 or 128 e4m3
 inline constexpr int kMathWarps = 8;
@@ -22,14 +22,14 @@ inline constexpr int kPullScaleBytes = kQuantisedPullBytes / kQuantGroup * 4;
 // Pieces that are loading or stored and not yet told, what is known of each: its slots, and one more word.
 inline constexpr int kPullPieces = 8;
 inline constexpr int kPullPieceBytes = (kMaxSlotsPerToken + 1) * 4;
-// Scale factors of a tile's rows: of x for so many k-blocks at once, since a box of a tensor has rows of 16 bytes
-// at least, twice; of h for each stage.
+// Scale factors of a tile's rows: of x for so many k-blocks at once, since a box of a tensor has rows of 16
+// bytes at least, twice; of h for each stage.
 inline constexpr int kScaleBlocks = 4;
 inline constexpr int kXScaleBytes = kTileRows * kScaleBlocks * 4;
 inline constexpr int kXScaleBuffers = 2;
 inline constexpr int kHScaleBytes = kTileRows * 4;
 inline constexpr int kStoreScaleBytes = 16 * 4;  // a warp's 16 rows of h
-inline constexpr int kTileRing = 4;  // tiles that the scheduler is ahead at most
+inline constexpr int kTileRing = 4;              // tiles that the scheduler is ahead at most
 inline constexpr int kTileRecordBytes = 64;
 // Tickets on their way to the second CTA of a cluster. The first is never so far ahead: when it sends ticket
 // n it has read all of tile n - kTileRing, whose stages the second must have released but for the last few.

@@ -71,11 +71,12 @@ enum WorkspacePart {
     kOPool,   // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
     kDyPool,  // bf16 [pools][pool_rows, hidden]: rows of dy by slot
     kDzPool,  // bf16 [pools][pool_rows, 2 * intermediate]: gradients of gate and up
-    kDtopkPool,  // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
-    kPartials,   // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their
-                 // sums
+    kDtopkPool,   // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
+    kPartials,    // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their
+                  // sums
     kXScalePool,  // fp32 [pools][pool_rows, hidden / 128]: scale factors of x
-    kHScalePool,  // fp32 [pools][pool_rows / 128][intermediate / 128][128]: of h, so that a tile's are one run
+    kHScalePool,  // fp32 [pools][pool_rows / 128][intermediate / 128][128]: of h, so that a tile's are one
+                  // run
     kWorkspaceParts
 };
 

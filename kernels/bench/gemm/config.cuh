@@ -10,8 +10,8 @@ enum class Element { kBf16, kE4m3 };
 // one multiplying while the other stores.
 enum class Schedule { kCooperative, kPingPong };
 enum class Cluster { kNone, kMulticastB };  // two blocks along M that load half of b's tile each, for both
-// 1x128 of a, 128x128 of b; sums leave the tensor core every 128: half of the columns after the other, or a quarter
-// while the next is multiplied, with a pause after each stage or after two.
+// 1x128 of a, 128x128 of b; sums leave the tensor core every 128: half of the columns after the other, or a
+// quarter while the next is multiplied, with a pause after each stage or after two.
 enum class Promotion { kNone, kHalves, kQuarters, kQuartersOfTwo };
 
 template <Element E, int M, int N, int InstructionN, Schedule S, Cluster C, device::Major A, device::Major B,

@@ -12,8 +12,8 @@
 
 namespace mega_moe::device {
 
-// Largest magnitudes of the thread's two rows of 128 columns, lane / 4 and + 8, over the four lanes that hold each.
-// NaN where there is one.
+// Largest magnitudes of the thread's two rows of 128 columns, lane / 4 and + 8, over the four lanes that hold
+// each. NaN where there is one.
 __device__ __forceinline__ void amax_of_rows(const float* d, float (&amax)[2]) {
     amax[0] = amax[1] = 0.0f;
 #pragma unroll
@@ -26,14 +26,14 @@ __device__ __forceinline__ void amax_of_rows(const float* d, float (&amax)[2]) {
             amax[row] = ptx::max_abs_nan(amax[row], __shfl_xor_sync(ptx::kAllLanes, amax[row], distance));
 }
 
-// One warp's 16 rows x 128 columns to e4m3 with a scale factor for each row, and where they go: codes by the map's
-// box of 128 x 16 at (column, row), scale factors to 16 words at `scales`. Through 2 KB of shared memory in the
-// 128-byte swizzle and 64 bytes. `d` are the accumulators of those columns: rows lane / 4 and + 8, columns
-// 8 i + 2 (lane % 4) and + 1. Multiplied by the reciprocal, which may differ from a division in the last bit of
-// fp32: of a sum that was rounded on the way there, that is nothing.
+// One warp's 16 rows x 128 columns to e4m3 with a scale factor for each row, and where they go: codes by the
+// map's box of 128 x 16 at (column, row), scale factors to 16 words at `scales`. Through 2 KB of shared
+// memory in the 128-byte swizzle and 64 bytes. `d` are the accumulators of those columns: rows lane / 4 and +
+// 8, columns 8 i + 2 (lane % 4) and + 1. Multiplied by the reciprocal, which may differ from a division in
+// the last bit of fp32: of a sum that was rounded on the way there, that is nothing.
 __device__ __forceinline__ void quantise_rows(float* d, const void* map, std::uint32_t buffer,
-                                              std::uint32_t scale_buffer, int column, int row, std::byte* scales,
-                                              int lane) {
+                                              std::uint32_t scale_buffer, int column, int row,
+                                              std::byte* scales, int lane) {
     float amax[2];
     amax_of_rows(d, amax);
     const GroupScale scale[2] = {make_group_scale(amax[0]), make_group_scale(amax[1])};

@@ -5,9 +5,9 @@
 #include "device/ptx/wgmma.cuh"
 #include "device/ptx/wgmma_e4m3.cuh"
 
-// Products of e4m3 whose sums leave the tensor core every 128 of the contraction: there an accumulator keeps about 14
-// bits, and the scale factors change. A stage is multiplied in four passes of 64 columns, of which the next is under
-// way while one is promoted, so that the tensor core has work without the other warpgroup.
+// Products of e4m3 whose sums leave the tensor core every 128 of the contraction: there an accumulator keeps
+// about 14 bits, and the scale factors change. A stage is multiplied in four passes of 64 columns, of which
+// the next is under way while one is promoted, so that the tensor core has work without the other warpgroup.
 namespace mega_moe::device {
 
 // Of one stage: 64 rows and 256 columns, K-major.
@@ -51,10 +51,10 @@ __device__ __forceinline__ void promote_pass(float* sums, float (&partial)[32], 
     }
 }
 
-// sums += the scaled products of `Blocks` k-blocks. After the last nothing is under way: ptxas does not follow a pass
-// around a loop, and would serialise all of them (C7514).
-//   Source: StageOperands open(), once the next stage is full; BlockScales scales(), of the stage opened last;
-//   void close(), the oldest open stage may be overwritten
+// sums += the scaled products of `Blocks` k-blocks. After the last nothing is under way: ptxas does not
+// follow a pass around a loop, and would serialise all of them (C7514).
+//   Source: StageOperands open(), once the next stage is full; BlockScales scales(), of the stage opened
+//   last; void close(), the oldest open stage may be overwritten
 template <int Blocks, class Source>
 __device__ __forceinline__ void multiply_blocks(float (&sums)[128], PartialSums& partial, std::uint32_t zero,
                                                 Source& source) {
@@ -76,7 +76,8 @@ __device__ __forceinline__ void multiply_blocks(float (&sums)[128], PartialSums&
             }
             if (next == 0) source.close();
             const float columns = scales.columns[pass / 2];
-            promote_pass(sums + 32 * pass, partial[pass % 2], scales.rows[0] * columns, scales.rows[1] * columns);
+            promote_pass(sums + 32 * pass, partial[pass % 2], scales.rows[0] * columns,
+                         scales.rows[1] * columns);
         }
     }
 }

@@ -45,8 +45,9 @@ __device__ __forceinline__ void wgmma_e4m3_first(float (&d)[64], uint64_t a, uin
         : "l"(a), "l"(b));
 }
 
-// Adds to d unless `accumulate`, which the compiler must not take for a constant, is 0: then it sets d. Unlike pure
-// outputs, the accumulators stay the registers that they were, so that what still reads them comes before the product.
+// Adds to d unless `accumulate`, which the compiler must not take for a constant, is 0: then it sets d.
+// Unlike pure outputs, the accumulators stay the registers that they were, so that what still reads them
+// comes before the product.
 __device__ __forceinline__ void wgmma_e4m3_if(float (&d)[32], uint64_t a, uint64_t b, uint32_t accumulate) {
     asm volatile(
         "{\n.reg .pred accumulates;\nsetp.ne.b32 accumulates, %34, 0;\n"

@@ -1,7 +1,8 @@
 #pragma once
 
 // Spelling of wgmma's accumulators in inline PTX, which numbers its operands: 32 registers for n64, 64 for
-// n128, 128 for n256. The constraint is "+" for registers that are added to, "=" for ones that the instruction sets.
+// n128, 128 for n256. The constraint is "+" for registers that are added to, "=" for ones that the
+// instruction sets.
 // clang-format off
 #define MEGA_MOE_WGMMA_NAMES_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \

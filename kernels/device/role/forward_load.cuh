@@ -11,7 +11,8 @@ namespace mega_moe::device {
 // Scale factors of a tile's rows of h and one k-block: one run.
 __device__ __forceinline__ const std::byte* h_scales_of(const ForwardParams& p, const TileRecord& t,
                                                         int k_block) {
-    return p.h_scales + (std::int64_t{t.pool_row} / layout::kTileRows * t.k_blocks + k_block) * layout::kHScaleBytes;
+    return p.h_scales +
+           (std::int64_t{t.pool_row} / layout::kTileRows * t.k_blocks + k_block) * layout::kHScaleBytes;
 }
 
 // One thread: fills the stages with the operands of this CTA's tiles.

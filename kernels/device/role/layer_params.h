@@ -6,8 +6,8 @@
 
 namespace mega_moe::device {
 
-// Rows that travel from the tokens' ranks to those of their experts. In bf16; those of a quantised layer are made e4m3
-// on their way into the symmetric buffer.
+// Rows that travel from the tokens' ranks to those of their experts. In bf16; those of a quantised layer are
+// made e4m3 on their way into the symmetric buffer.
 struct MovedRows {
     const std::byte* from;  // the caller's, bf16 [num_tokens, hidden]
     std::byte* pool;        // by slot

@@ -157,7 +157,8 @@ __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView&
                 }
             }
         }
-        if constexpr (C::kQuantised) copy_scales(p, view, t, row_source<C>(p, p.moved_scales, t, p.hidden / 32));
+        if constexpr (C::kQuantised)
+            copy_scales(p, view, t, row_source<C>(p, p.moved_scales, t, p.hidden / 32));
         ptx::fence_proxy_async_global();
         __syncwarp();
         if (static_cast<int>(ptx::lane_id()) < t.rows)

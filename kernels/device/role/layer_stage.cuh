@@ -50,8 +50,8 @@ __device__ __forceinline__ QuantisedRows staged_groups(const LayerParams& p, std
 }
 
 // All threads: this CTA's blocks of what travels into the symmetric buffer, where the other ranks find them,
-// and a flag to every rank for each. Nothing to copy when the caller's rows lie there already. A quantised layer's
-// rows come by way of the buffer with one rank too.
+// and a flag to every rank for each. Nothing to copy when the caller's rows lie there already. A quantised
+// layer's rows come by way of the buffer with one rank too.
 template <class C>
 __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t epoch) {
     const Endpoint& e = p.route.endpoint;

@@ -76,8 +76,8 @@ __device__ __forceinline__ void sum_rows_by(const RowSum& s, int hidden) {
     }
 }
 
-// Registers that a warp has for a sum: those of a math warp; what a communication warp has beside its other work; what
-// is left of that in a quantised layer.
+// Registers that a warp has for a sum: those of a math warp; what a communication warp has beside its other
+// work; what is left of that in a quantised layer.
 enum class SumWidth { kWide, kNormal, kNarrow };
 
 // By one warp. A sum takes as long as its loads wait, so as many are under way as there are registers for.

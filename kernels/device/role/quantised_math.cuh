@@ -41,7 +41,8 @@ struct QuantisedStages {
                                       : shared.x_scales((x_scales + k_block / layout::kScaleBlocks) % 2) +
                                             k_block % layout::kScaleBlocks * 4);
         const std::uint32_t eight_rows = x_scales < 0 ? 32 : 32 * layout::kScaleBlocks;
-        BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + eight_rows)}, {columns[0], columns[1]}};
+        BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + eight_rows)},
+                      {columns[0], columns[1]}};
         // One ahead: a load from global memory takes as long as a pass.
         if (--left >= 0) {
             columns[0] = __ldg(++first_columns);
@@ -59,16 +60,16 @@ struct QuantisedStages {
 
 // A warpgroup without rows passes the stages of a tile on.
 template <class C>
-__device__ __forceinline__ void pass_tile(const LayerShared<C>& shared, RingCursor<C::kStages>& stage, int k_blocks,
-                                          Unpublished& unpublished, int lane) {
+__device__ __forceinline__ void pass_tile(const LayerShared<C>& shared, RingCursor<C::kStages>& stage,
+                                          int k_blocks, Unpublished& unpublished, int lane) {
     for (int k_block = 0; k_block < k_blocks; ++k_block, stage.next()) {
         unpublished.wait(shared.full(stage.at), stage.parity, lane);
         release_stage<C>(shared, stage.at, lane);
     }
 }
 
-// What a warp needs of a tile while it multiplies. The rest is read again from the record, which it keeps for so long:
-// beside the sums there are no registers for it.
+// What a warp needs of a tile while it multiplies. The rest is read again from the record, which it keeps for
+// so long: beside the sums there are no registers for it.
 struct TileInput {
     std::int32_t kind;
     std::int32_t k_blocks;
@@ -109,7 +110,8 @@ __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, con
     else
         swiglu_tile<false>(d, weight, p.clamp);
     const std::int64_t group =
-        std::int64_t{t.pool_row} / layout::kTileRows * (p.intermediate / layout::kQuantGroup) + t.column_block;
+        std::int64_t{t.pool_row} / layout::kTileRows * (p.intermediate / layout::kQuantGroup) +
+        t.column_block;
     quantise_rows(d, &p.h_store, buffer, shared.store_scales(math_warp), t.column, t.pool_row + warp_row,
                   p.h_scales + group * layout::kHScaleBytes + warp_row * 4, lane);
     unpublished.counter += p.gate_up_done;
@@ -148,26 +150,27 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
         }
         const float* columns = down ? p.down_scales : p.gate_up_scales;
         const float* first_columns = columns + std::int64_t{t.weight_row / layout::kQuantGroup} * t.k_blocks;
-        const float* second_columns = columns + std::int64_t{t.weight_row_2 / layout::kQuantGroup} * t.k_blocks;
-        QuantisedStages<C> stages{shared,
-                                  stage,
-                                  unpublished,
-                                  lane,
-                                  stage.at,
-                                  static_cast<std::uint32_t>(first_row * kOperandRowBytes),
-                                  static_cast<std::uint32_t>(warp_row + lane / 4) *
-                                      (down ? 4 : layout::kScaleBlocks * 4),
-                                  down ? -1 : first_x_scales,
-                                  0,
-                                  t.k_blocks - 1,
-                                  first_columns,
-                                  second_columns,
-                                  {__ldg(first_columns), __ldg(second_columns)}};
+        const float* second_columns =
+            columns + std::int64_t{t.weight_row_2 / layout::kQuantGroup} * t.k_blocks;
+        QuantisedStages<C> stages{
+            shared,
+            stage,
+            unpublished,
+            lane,
+            stage.at,
+            static_cast<std::uint32_t>(first_row * kOperandRowBytes),
+            static_cast<std::uint32_t>(warp_row + lane / 4) * (down ? 4 : layout::kScaleBlocks * 4),
+            down ? -1 : first_x_scales,
+            0,
+            t.k_blocks - 1,
+            first_columns,
+            second_columns,
+            {__ldg(first_columns), __ldg(second_columns)}};
         // Of the warp's row that has the lane's number.
         float lane_weight = 0.0f;
         if (!down && lane < 16 && warp_row + lane < t.rows)
-            lane_weight = __uint_as_float(
-                static_cast<std::uint32_t>(ptx::load_relaxed_gpu(p.route.slots + t.slot + warp_row + lane) >> 32));
+            lane_weight = __uint_as_float(static_cast<std::uint32_t>(
+                ptx::load_relaxed_gpu(p.route.slots + t.slot + warp_row + lane) >> 32));
         float d[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i)

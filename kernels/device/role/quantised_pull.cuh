@@ -7,8 +7,8 @@
 #include "device/role/layer_shared.cuh"
 #include "device/role/layer_source.cuh"
 
-// Dispatch of a quantised layer: rows of e4m3 and their scale factors. Rows are half as long as in bf16 and wanted
-// nearly twice as fast, so more pieces are under way than a warp could remember in its registers.
+// Dispatch of a quantised layer: rows of e4m3 and their scale factors. Rows are half as long as in bf16 and
+// wanted nearly twice as fast, so more pieces are under way than a warp could remember in its registers.
 namespace mega_moe::device {
 
 // Bytes of scale factors that belong to so many bytes of e4m3.
@@ -33,12 +33,12 @@ __device__ __forceinline__ void copy_scales(const LayerParams& p, const ChunkVie
     }
 }
 
-// Rows of a chunk in the order of their slots, every `step`-th: for a single rank. The tokens of 32 of them are
-// fetched at once.
+// Rows of a chunk in the order of their slots, every `step`-th: for a single rank. The tokens of 32 of them
+// are fetched at once.
 class SlotsByWindow {
   public:
-    __device__ __forceinline__ SlotsByWindow(const LayerParams& p, const ChunkView& view, int chunk, int first,
-                                             int step)
+    __device__ __forceinline__ SlotsByWindow(const LayerParams& p, const ChunkView& view, int chunk,
+                                             int first, int step)
         : r_(p.route),
           rows_(p.route.expert_rows, (chunk + 1) * p.route.num_local),
           end_(view.rows),
@@ -88,8 +88,8 @@ class SlotsByWindow {
     int taken_ = 0;
 };
 
-// One warp: its share of the rows of a chunk, in the order of `Rows`, by bulk copies through its buffers. What is
-// known of a piece lies in shared memory until it is told to have arrived.
+// One warp: its share of the rows of a chunk, in the order of `Rows`, by bulk copies through its buffers.
+// What is known of a piece lies in shared memory until it is told to have arrived.
 template <class C, class Rows>
 class QuantisedPuller {
   public:
@@ -147,16 +147,18 @@ class QuantisedPuller {
         std::uint32_t* piece = shared.piece(loading_piece_);
         if (lane() < t.rows) piece[lane()] = static_cast<std::uint32_t>(t.slot);
         if (lane() == 0) {
-            piece[kFacts] = static_cast<std::uint32_t>(t.rows | offset / C::kPullBytes << 8) | (last ? kLast : 0);
+            piece[kFacts] =
+                static_cast<std::uint32_t>(t.rows | offset / C::kPullBytes << 8) | (last ? kLast : 0);
             const std::uint32_t barrier = shared.pulled(loading_.at);
             const int scales = bytes_of_scales(bytes);
             ptx::mbarrier_arrive_expect(barrier, static_cast<std::uint32_t>(bytes + scales));
-            ptx::bulk_load(shared.pull_buffer(loading_.at), row_source<C>(p, p.moved[0], t, p.hidden) + offset,
+            ptx::bulk_load(shared.pull_buffer(loading_.at),
+                           row_source<C>(p, p.moved[0], t, p.hidden) + offset,
                            static_cast<std::uint32_t>(bytes), barrier);
-            ptx::bulk_load(shared.pull_scales(loading_.at),
-                           row_source<C>(p, p.moved_scales, t, bytes_of_scales(p.hidden)) +
-                               bytes_of_scales(offset),
-                           static_cast<std::uint32_t>(scales), barrier);
+            ptx::bulk_load(
+                shared.pull_scales(loading_.at),
+                row_source<C>(p, p.moved_scales, t, bytes_of_scales(p.hidden)) + bytes_of_scales(offset),
+                static_cast<std::uint32_t>(scales), barrier);
         }
         __syncwarp();
         loading_.next();

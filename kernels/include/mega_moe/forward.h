@@ -18,7 +18,7 @@ struct ForwardProblem {
     const float* gate_up_scales;  // [num_local, 2 * intermediate / 128, hidden / 128]
     const float* down_scales;     // [num_local, hidden / 128, intermediate / 128]
     void* y;                      // bf16 [num_tokens, hidden]
-    void* trace;            // int64 [CTAs, roles, events, 3], zero; null: the form that does not trace
+    void* trace;                  // int64 [CTAs, roles, events, 3], zero; null: the form that does not trace
     std::int64_t trace_bytes;
     float clamp;               // of gate and up; +inf: none
     std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
