@@ -24,6 +24,7 @@ Variant = dict[str, Any]
 COMMON_KEYS = {"name": str, "op": str, "architecture": str, "precision": str, "spill_bytes": int}
 OP_KEYS = {
     "stage": {"hidden_multiple": int, "threads": int, "vectors_per_thread": int, "blocks_per_sm": int},
+    "quantise_weights": {"hidden_multiple": int, "threads": int, "blocks_per_sm": int},
     "route": {"threads": int},
     "forward": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
     "forward_trace": {"hidden_multiple": int, "intermediate_multiple": int, "threads": int, "stages": int},
@@ -34,6 +35,7 @@ OP_KEYS = {
 PRECISIONS = {"bf16": "kBf16", "fp8": "kFp8", "none": "kNone"}
 OPS = {
     "stage": "kStage",
+    "quantise_weights": "kQuantiseWeights",
     "route": "kRoute",
     "forward": "kForward",
     "forward_trace": "kForwardTrace",
@@ -57,6 +59,13 @@ def stage_instance(variant: Variant) -> str:
     config = f"{quantise}, {variant['threads']}, {variant['vectors_per_thread']}, {variant['blocks_per_sm']}"
     return INSTANCE.format(
         header="sm90_stage.cuh", name=variant["name"], kernel=f"sm90_stage<device::StageConfig<{config}>>"
+    )
+
+
+def quantise_weights_instance(variant: Variant) -> str:
+    config = f"{variant['threads']}, {variant['blocks_per_sm']}"
+    return INSTANCE.format(
+        header="sm90_quantise_weights.cuh", name=variant["name"], kernel=f"sm90_quantise_weights<{config}>"
     )
 
 
@@ -84,6 +93,7 @@ def clock_probe_instance(variant: Variant) -> str:
 
 INSTANCES: dict[str, Callable[[Variant], str]] = {
     "stage": stage_instance,
+    "quantise_weights": quantise_weights_instance,
     "route": route_instance,
     "forward": layer_instance,
     "forward_trace": layer_instance,

@@ -16,6 +16,11 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "stage(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int buffer_bytes, int max_tokens, "
         "int num_experts, bool quantise) -> ()");
+    // e4m3 copies of a bf16 weight [E, N, K], scaled per 128 x 128 block. A copy that nobody wants is an
+    // empty tensor of one dimension.
+    m.def(
+        "quantise_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) codes_transposed, Tensor(c!) scales, "
+        "bool power_of_two) -> ()");
     // What the memory of the routing tables depends on; pool_rows 0 is the largest useful pool, one chunk for
     // any routing.
     m.def(
@@ -79,6 +84,7 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
+    m.impl("quantise_weights", TORCH_BOX(&mega_moe::binding::quantise_weights));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
     m.impl("moe_forward_fp8", TORCH_BOX(&mega_moe::binding::moe_forward_fp8));
@@ -90,6 +96,7 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
 // backends.
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CPU, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
+    m.impl("quantise_weights", TORCH_BOX(&mega_moe::binding::quantise_weights));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
     m.impl("moe_forward_fp8", TORCH_BOX(&mega_moe::binding::moe_forward_fp8));

@@ -14,6 +14,9 @@ std::vector<int64_t> staging_layout(int64_t max_tokens, int64_t top_k, int64_t h
 void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, int64_t buffer,
            int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantise);
 
+void quantise_weights(const Tensor& weight, const Tensor& codes, const Tensor& codes_transposed,
+                      const Tensor& scales, bool power_of_two);
+
 std::vector<int64_t> symmetric_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
                                       int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
                                       bool quantise, bool home, bool canaries, bool backward);

@@ -2,7 +2,16 @@
 
 namespace mega_moe {
 
-enum class Op { kStage, kRoute, kForward, kForwardTrace, kBackward, kBackwardTrace, kClockProbe };
+enum class Op {
+    kStage,
+    kQuantiseWeights,
+    kRoute,
+    kForward,
+    kForwardTrace,
+    kBackward,
+    kBackwardTrace,
+    kClockProbe
+};
 enum class Precision { kNone, kBf16, kFp8 };
 
 // One compiled kernel: what variants.toml says of it and how to reach it.

@@ -3,9 +3,9 @@
 
 #include "device/base/group_scale.cuh"
 #include "device/ptx/bf16x2.cuh"
-#include "device/ptx/e4m3.cuh"
 #include "device/ptx/global_memory.cuh"
 #include "device/role/stage_params.h"
+#include "device/tile/e4m3_vector.cuh"
 #include "layout/staging.h"
 
 namespace mega_moe::device {
@@ -21,11 +21,6 @@ inline constexpr uint32_t kWholeWarp = 0xFFFFFFFFu;
 // those of i.
 __device__ constexpr int scale_lane(int i) {
     return (i & 2) * 4 + (i & 1);
-}
-
-// Largest magnitude per half of the register, with a sign that means nothing.
-__device__ __forceinline__ uint32_t amax_of_vector(uint4 v) {
-    return ptx::max_abs_nan_bf16x2(ptx::max_abs_nan_bf16x2(v.x, v.y), ptx::max_abs_nan_bf16x2(v.z, v.w));
 }
 
 // The amax of this lane's parts of the groups of two vectors, the first in the low half. bf16 holds it
@@ -49,16 +44,6 @@ __device__ __forceinline__ float amax_of_own_group(const uint4 (&v)[kQuad], int 
         amax = ptx::max_abs_nan_bf16x2(amax, __shfl_xor_sync(kWholeWarp, amax, distance));
     amax = ptx::abs_bf16x2(amax);
     return (lane & 1) != 0 ? ptx::high_bf16(amax) : ptx::low_bf16(amax);
-}
-
-// Eight elements to e4m3, the lowest address in the low byte.
-__device__ __forceinline__ uint2 quantise_vector(uint4 v, float high, float low) {
-    const auto quotient = [&](float x) { return divide_by_scale(x, high, low); };
-    const auto four = [&](uint32_t a, uint32_t b) {
-        return ptx::convert_e4m3x4(quotient(ptx::low_bf16(a)), quotient(ptx::high_bf16(a)),
-                                   quotient(ptx::low_bf16(b)), quotient(ptx::high_bf16(b)));
-    };
-    return {four(v.x, v.y), four(v.z, v.w)};
 }
 
 // Lanes 2n and 2n+1 hold 8 codes each of both vectors of a pair. They swap, so that the even lane has 16

@@ -22,3 +22,4 @@ void test_layouts();
 void test_route();
 void test_select();
 void test_staging();
+void test_weight_block();

@@ -1,14 +1,16 @@
 """The fused forward's kernel alone: one rank, or several that share the GPU, burst and sustained.
 
-    python -m mega_moe.bench.forward [--shape 30B,235B] [--tokens 16384] [--ranks 1,8] [--reserved 0,16] [--json FILE]
+    python -m mega_moe.bench.forward [--shape 30B,235B] [--tokens 16384] [--ranks 1,8] [--reserved 0,16]
+                                     [--precision bf16,fp8] [--json FILE]
 
 Tokens are those of all ranks together, so that rows of one shape do the same work. The published table times calls of
-`mega_moe.moe`; this one times launches alone.
+`mega_moe.moe`; this one times launches alone, in fp8 on copies of the weights that are made before.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ class ForwardRow:
     """The time of one call of all ranks under one protocol."""
 
     shape: str
+    precision: str
     tokens: int
     num_ranks: int
     num_reserved_sms: int
@@ -39,22 +42,28 @@ class ForwardRow:
     def __str__(self) -> str:
         clock = "" if self.timing.mhz is None else f", {self.timing.mhz:.0f} MHz"
         return (
-            f"{self.shape} T={self.tokens} in all, {self.num_ranks} ranks of {self.num_sms} SMs, "
+            f"{self.shape} {self.precision} T={self.tokens} in all, {self.num_ranks} ranks of {self.num_sms} SMs, "
             f"{self.num_reserved_sms} SMs reserved, {self.timing.protocol}: "
             f"{1e3 * self.timing.seconds:.3f} ms, {self.tflops:.0f} TF/s{clock}"
         )
 
 
 def time_forward(
-    shape: Shape, tokens: int, num_ranks: int, num_reserved_sms: int, device: torch.device, quick: bool
+    shape: Shape,
+    tokens: int,
+    num_ranks: int,
+    num_reserved_sms: int,
+    device: torch.device,
+    quick: bool,
+    precision: str = "bf16",
 ) -> Iterator[ForwardRow]:
     """A row per protocol. Raises ValueError for tokens that the ranks cannot share evenly."""
     if tokens % num_ranks:
         raise ValueError(f"tokens: got {tokens}, wanted a multiple of {num_ranks} ranks")
-    options = Options(shape, tokens // num_ranks, num_ranks)
+    options = Options(shape, tokens // num_ranks, num_ranks, precision)
     ranks = ForwardRanks(options, device, num_reserved_sms)
     ranks.launch(None)
-    flops = layer_work(shape, tokens, "forward", precision="bf16", dtype="bfloat16").total
+    flops = layer_work(shape, tokens, "forward", precision=precision, dtype="bfloat16").total
     alone = Context(device, None, 0, 1)
     for protocol in PROTOCOLS.values():
         chosen = protocol.quick() if quick else protocol
@@ -62,6 +71,7 @@ def time_forward(
         ranks.check()
         yield ForwardRow(
             shape.name,
+            precision,
             tokens,
             num_ranks,
             num_reserved_sms,
@@ -77,27 +87,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", default="16384", help="of all ranks, separated by commas")
     parser.add_argument("--ranks", default="1", help="ranks that share the GPU, separated by commas")
     parser.add_argument("--reserved", default="0", help="SMs left free, separated by commas")
+    parser.add_argument("--precision", default="bf16", help="bf16, fp8 or both, separated by commas")
     parser.add_argument("--quick", action="store_true", help="three windows of each protocol")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     given = parser.parse_args(argv)
     prepare_process()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     reasons = ["there is no CUDA device"]
+    precisions = given.precision.split(",")
     if device is not None:
-        reasons = why_not(Options(find_shape(given.shape.split(",")[0]), 128, 1), device)
+        first = find_shape(given.shape.split(",")[0])
+        reasons = [why for p in precisions for why in why_not(Options(first, 128, 1, p), device)]
     if device is None or reasons:
         print("refused: " + "; ".join(reasons))
         return 2
     rows = []
-    for name in given.shape.split(","):
-        for tokens in map(int, given.tokens.split(",")):
-            for num_ranks in map(int, given.ranks.split(",")):
-                for reserved in map(int, given.reserved.split(",")):
-                    for row in time_forward(
-                        find_shape(name), tokens, num_ranks, reserved, device, given.quick
-                    ):
-                        print(row, flush=True)
-                        rows.append(row)
+    cases = itertools.product(
+        given.shape.split(","),
+        precisions,
+        map(int, given.tokens.split(",")),
+        map(int, given.ranks.split(",")),
+        map(int, given.reserved.split(",")),
+    )
+    for name, precision, tokens, num_ranks, reserved in cases:
+        shape = find_shape(name)
+        for row in time_forward(shape, tokens, num_ranks, reserved, device, given.quick, precision):
+            print(row, flush=True)
+            rows.append(row)
     if given.json is not None:
         write_rows(given.json, rows)
     return 0

@@ -17,6 +17,7 @@ from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
 from mega_moe._backends.symmetric import Shape as BufferShape
 from mega_moe._backends.symmetric import of_virtual_ranks, symmetric_layout
+from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import Shape
@@ -32,10 +33,15 @@ class Options:
     shape: Shape
     tokens: int
     num_ranks: int
+    precision: str = "bf16"
 
-    def request(self) -> Request:
+    def request(self, num_ranks: int | None = None) -> Request:
         return Request(
-            **self.shape.sizes(), max_tokens_per_rank=self.tokens, num_ranks=self.num_ranks, dtype="bfloat16"
+            **self.shape.sizes(),
+            max_tokens_per_rank=self.tokens,
+            precision=self.precision,
+            num_ranks=self.num_ranks if num_ranks is None else num_ranks,
+            dtype="bfloat16",
         )
 
 
@@ -43,8 +49,7 @@ def why_not(options: Options, device: torch.device) -> list[str]:
     """Every reason against the fused forward on this device; empty where it can run."""
     options.request()  # raises for numbers that no device could serve
     # Judged as one rank: the others are this process as well.
-    alone = Request(**options.shape.sizes(), max_tokens_per_rank=options.tokens, dtype="bfloat16")
-    verdicts = decide(alone, [facts.collect(device)], "fused")
+    verdicts = decide(options.request(num_ranks=1), [facts.collect(device)], "fused")
     (fused,) = (verdict for verdict in verdicts if verdict.backend == "fused")
     return list(fused.reasons)
 
@@ -62,16 +67,23 @@ class _Inputs:
     x: Tensor
     topk_idx: Tensor
     topk_weights: Tensor
-    w_gate_up: Tensor
-    w_down: Tensor
+    w_gate_up: Tensor | WeightCopy
+    w_down: Tensor | WeightCopy
 
     @classmethod
     def of(cls, options: Options, device: torch.device, rank: int) -> _Inputs:
         context = Context(device, None, rank, options.num_ranks)
         problem = random_problem(options.shape, options.tokens, torch.bfloat16, context)
         first = problem.sets[0]
-        given = (first.x, first.topk_idx, first.topk_weights, problem.w_gate_up, problem.w_down)
-        return cls(*(tensor.detach() for tensor in given))
+        given = (first.x, first.topk_idx, first.topk_weights)
+        weights: list[Tensor] | list[WeightCopy] = [problem.w_gate_up.detach(), problem.w_down.detach()]
+        if options.request().forward_precision == "fp8":
+            copies = WeightCopies(backward=False)
+            weights = [
+                copies.of(weight.detach(), codes=True, transposed=False)
+                for weight in (problem.w_gate_up, problem.w_down)
+            ]
+        return cls(*(tensor.detach() for tensor in given), *weights)
 
 
 class ForwardRanks:
@@ -89,6 +101,7 @@ class ForwardRanks:
             intermediate=shape.intermediate,
             num_ranks=count,
             pool_rows=pool_rows(request),
+            quantise=request.forward_precision == "fp8",
             home=True,
         )
         everything = torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,6 +3,7 @@
 Read in this order: `config` (all numbers), `model` (plain PyTorch plus one `MegaMoE` module per layer), `corpus`
 (text), `streams` (random numbers), `parallel` (experts over ranks, the rest with FSDP2, one gradient norm over both),
 `checkpoint`, `trainer` (one step), `train` (the loop), `report` (what a run leaves), `command` (the command line).
+`convergence` runs it in several precisions and compares where they end.
 """
 
 from __future__ import annotations
