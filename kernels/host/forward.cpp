@@ -57,6 +57,7 @@ void place_scales(const ForwardProblem& problem, std::byte* workspace, const Par
     p.moved_scales = {nullptr, workspace + parts[layout::kXScalePool], staged};
     p.gate_up_scales = problem.gate_up_scales;
     p.down_scales = problem.down_scales;
+    p.o_pool = workspace + parts[layout::kOPool];
     p.h_scales = workspace + parts[layout::kHScalePool];
 }
 

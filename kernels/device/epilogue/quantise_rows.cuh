@@ -26,17 +26,24 @@ __device__ __forceinline__ void amax_of_rows(const float* d, float (&amax)[2]) {
             amax[row] = ptx::max_abs_nan(amax[row], __shfl_xor_sync(ptx::kAllLanes, amax[row], distance));
 }
 
-// One warp's 16 rows x 128 columns to e4m3 with a scale factor for each row, and where they go: codes by the
-// map's box of 128 x 16 at (column, row), scale factors to 16 words at `scales`. Through 2 KB of shared
-// memory in the 128-byte swizzle and 64 bytes. `d` are the accumulators of those columns: rows lane / 4 and +
-// 8, columns 8 i + 2 (lane % 4) and + 1. Multiplied by the reciprocal, which may differ from a division in
-// the last bit of fp32: of a sum that was rounded on the way there, that is nothing.
-__device__ __forceinline__ void quantise_rows(float* d, const void* map, std::uint32_t buffer,
-                                              std::uint32_t scale_buffer, int column, int row,
-                                              std::byte* scales, int lane) {
+// One warp's 16 rows x 128 columns, each row times its weight, to e4m3 with a scale factor for each row, and
+// where they go: codes by the map's box of 128 x 16 at (column, row), scale factors to 16 words at `scales`.
+// Through 2 KB of shared memory in the 128-byte swizzle and 64 bytes. `d` are the accumulators of those
+// columns: rows lane / 4 and + 8, columns 8 i + 2 (lane % 4) and + 1. One product of each element with weight
+// / scale may differ from weighting and dividing in the last bits of fp32, which is far less than the sums
+// that the element was made of do.
+__device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2], const void* map,
+                                              std::uint32_t buffer, std::uint32_t scale_buffer, int column,
+                                              int row, std::byte* scales, int lane) {
     float amax[2];
     amax_of_rows(d, amax);
-    const GroupScale scale[2] = {make_group_scale(amax[0]), make_group_scale(amax[1])};
+    GroupScale scale[2];
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        scale[i] = make_group_scale(amax[i] * fabsf(weight[i]));
+        factor[i] = weight[i] * scale[i].high;
+    }
     if (ptx::any(scale[0].lift != 1.0f || scale[1].lift != 1.0f)) {
 #pragma unroll
         for (int i = 0; i < 64; ++i)
@@ -54,8 +61,8 @@ __device__ __forceinline__ void quantise_rows(float* d, const void* map, std::ui
     for (int i = 0; i < 64; i += 4) {
         // 16 bytes are two of the accumulators' blocks of 8 columns.
         const std::uint32_t to = (at ^ ((i / 8 ^ in_warp) << 4)) + i / 4 % 2 * 8;
-        ptx::store_shared(to, ptx::convert_e4m3x2(d[i] * scale[0].high, d[i + 1] * scale[0].high));
-        ptx::store_shared(to + 1024, ptx::convert_e4m3x2(d[i + 2] * scale[1].high, d[i + 3] * scale[1].high));
+        ptx::store_shared(to, ptx::convert_e4m3x2(d[i] * factor[0], d[i + 1] * factor[0]));
+        ptx::store_shared(to + 1024, ptx::convert_e4m3x2(d[i + 2] * factor[1], d[i + 3] * factor[1]));
     }
     ptx::fence_proxy_async_shared();
     __syncwarp();

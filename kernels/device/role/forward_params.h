@@ -21,6 +21,7 @@ struct ForwardParams : LayerParams {
     TensorMap x_scale_load;       // x_scale pool, rows of a tile, of kScaleBlocks k-blocks
     const float* gate_up_scales;  // [num_local, 2 * intermediate / 128, hidden / 128]
     const float* down_scales;     // [num_local, hidden / 128, intermediate / 128]
+    std::byte* o_pool;            // what o_store stores to
     std::byte* h_scales;          // pool, by blocks of 128 rows: [intermediate / 128][128]
     std::int64_t gate_up_done;    // first words of the counters by kind
     std::int64_t down_done;

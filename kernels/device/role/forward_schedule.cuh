@@ -37,6 +37,7 @@ struct TileRecord {
     std::int32_t chunk;
     std::int32_t expert;
     std::int32_t column_block;
+    float first_scales[2];  // of a quantised layer: of the weights, of the first k-block
 };
 enum TileKind { kNoTile, kGateUpTile, kDownTile };
 
@@ -102,6 +103,19 @@ __device__ __forceinline__ void await_input(const ForwardParams& p, std::uint64_
     }
 }
 
+// Scale factors of the first and of the second 128 columns of a tile's weights, k-block by k-block.
+struct WeightScales {
+    const float* first;
+    const float* second;
+};
+
+__device__ __forceinline__ WeightScales weight_scales(const ForwardParams& p, bool down, int weight_row,
+                                                      int weight_row_2, int k_blocks) {
+    const float* scales = down ? p.down_scales : p.gate_up_scales;
+    return {scales + std::int64_t{weight_row / layout::kQuantGroup} * k_blocks,
+            scales + std::int64_t{weight_row_2 / layout::kQuantGroup} * k_blocks};
+}
+
 // One warp: the tiles of this CTA, one after another, each once its inputs are there. The loading warp then
 // needs no look at global memory, which would leave the stages empty between tiles.
 template <class C>
@@ -155,6 +169,12 @@ __device__ __forceinline__ void schedule_tiles(const ForwardParams& p, const Lay
             record.chunk = chunk;
             record.expert = expert;
             record.column_block = column;
+        }
+        if (C::kQuantised && record.kind != kNoTile) {
+            const WeightScales scales =
+                weight_scales(p, run.down, record.weight_row, record.weight_row_2, record.k_blocks);
+            record.first_scales[0] = __ldg(scales.first);
+            record.first_scales[1] = __ldg(scales.second);
         }
         ptx::mbarrier_wait(shared.ring_empty(ring.at), ring.parity ^ 1);
         if (ptx::lane_id() == 0) {

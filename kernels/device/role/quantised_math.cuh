@@ -24,9 +24,8 @@ struct QuantisedStages {
     int x_scales;             // buffer of the current scale factors of x; below 0: those are of h
     int k_block = 0;
     int left;  // k-blocks after this one
-    const float* first_columns;
-    const float* second_columns;
-    float columns[2];  // their scale factors of the current k-block
+    WeightScales columns;
+    float current[2];  // of the columns, of the current k-block
 
     __device__ __forceinline__ StageOperands open() {
         ptx::mbarrier_wait(shared.full(stage.at), stage.parity);
@@ -42,13 +41,14 @@ struct QuantisedStages {
                                             k_block % layout::kScaleBlocks * 4);
         const std::uint32_t eight_rows = x_scales < 0 ? 32 : 32 * layout::kScaleBlocks;
         BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + eight_rows)},
-                      {columns[0], columns[1]}};
+                      {current[0], current[1]}};
         // One ahead: a load from global memory takes as long as a pass.
         if (--left >= 0) {
-            columns[0] = __ldg(++first_columns);
-            columns[1] = __ldg(++second_columns);
+            current[0] = __ldg(++columns.first);
+            current[1] = __ldg(++columns.second);
         }
-        if (k_block == kPublishBlock) unpublished.publish(lane);
+        // The warpgroups take turns: while one waits for its stores to be seen, the other's products go on.
+        if (k_block == (rows == 0 ? kPublishBlock : kPublishBlock + 1)) unpublished.publish(lane);
         ++k_block;
         return s;
     }
@@ -77,10 +77,17 @@ struct TileInput {
     std::int32_t rows;
     std::int32_t weight_row;
     std::int32_t weight_row_2;
+    float first_scales[2];
 };
 
 __device__ __forceinline__ TileInput tile_input(const TileRecord& t) {
-    return {t.kind, t.k_blocks, t.slot, t.rows, t.weight_row, t.weight_row_2};
+    return {t.kind,
+            t.k_blocks,
+            t.slot,
+            t.rows,
+            t.weight_row,
+            t.weight_row_2,
+            {t.first_scales[0], t.first_scales[1]}};
 }
 
 template <class C>
@@ -99,21 +106,23 @@ __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, con
     const std::uint32_t buffer = shared.store_buffer(math_warp);
     unpublished.counter = p.counters + (t.slot + first_row) / layout::kRowBlock;
     if (t.kind == kDownTile) {
-        store_rows<4>(d, &p.o_store, buffer, t.column, t.pool_row + warp_row, lane);
+        const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
+        store_rows_directly<4>(d, p.o_pool + (t.pool_row + warp_row) * row_bytes + t.column * 2, row_bytes,
+                               buffer, lane);
         unpublished.counter += p.down_done;
         return;
     }
     const float weight[2] = {__shfl_sync(ptx::kAllLanes, lane_weight, lane / 4),
                              __shfl_sync(ptx::kAllLanes, lane_weight, lane / 4 + 8)};
     if (p.clamp < INFINITY)
-        swiglu_tile<true>(d, weight, p.clamp);
+        swiglu_tile<true, false>(d, weight, p.clamp);
     else
-        swiglu_tile<false>(d, weight, p.clamp);
+        swiglu_tile<false, false>(d, weight, p.clamp);
     const std::int64_t group =
         std::int64_t{t.pool_row} / layout::kTileRows * (p.intermediate / layout::kQuantGroup) +
         t.column_block;
-    quantise_rows(d, &p.h_store, buffer, shared.store_scales(math_warp), t.column, t.pool_row + warp_row,
-                  p.h_scales + group * layout::kHScaleBytes + warp_row * 4, lane);
+    quantise_rows(d, weight, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
+                  t.pool_row + warp_row, p.h_scales + group * layout::kHScaleBytes + warp_row * 4, lane);
     unpublished.counter += p.gate_up_done;
 }
 
@@ -148,10 +157,7 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
             pass_tile<C>(shared, stage, t.k_blocks, unpublished, lane);
             continue;
         }
-        const float* columns = down ? p.down_scales : p.gate_up_scales;
-        const float* first_columns = columns + std::int64_t{t.weight_row / layout::kQuantGroup} * t.k_blocks;
-        const float* second_columns =
-            columns + std::int64_t{t.weight_row_2 / layout::kQuantGroup} * t.k_blocks;
+        const WeightScales columns = weight_scales(p, down, t.weight_row, t.weight_row_2, t.k_blocks);
         QuantisedStages<C> stages{
             shared,
             stage,
@@ -163,9 +169,8 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
             down ? -1 : first_x_scales,
             0,
             t.k_blocks - 1,
-            first_columns,
-            second_columns,
-            {__ldg(first_columns), __ldg(second_columns)}};
+            columns,
+            {t.first_scales[0], t.first_scales[1]}};
         // Of the warp's row that has the lane's number.
         float lane_weight = 0.0f;
         if (!down && lane < 16 && warp_row + lane < t.rows)
