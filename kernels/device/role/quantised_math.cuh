@@ -104,6 +104,8 @@ __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, con
     const int first_row = math_warp / 4 * layout::kRowBlock;
     const int warp_row = first_row + math_warp % 4 * 16;
     const std::uint32_t buffer = shared.store_buffer(math_warp);
+    // A tile may have too few k-blocks to have told of the one before on the way.
+    unpublished.publish(lane);
     unpublished.counter = p.counters + (t.slot + first_row) / layout::kRowBlock;
     if (t.kind == kDownTile) {
         const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
