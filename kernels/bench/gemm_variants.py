@@ -33,7 +33,12 @@ KEYS = {
 }
 ELEMENTS = {"bf16": "kBf16", "e4m3": "kE4m3"}
 SCHEDULES = {"cooperative": "kCooperative", "ping_pong": "kPingPong"}
-PROMOTIONS = {"none": "kNone", "halves": "kHalves", "quarters": "kQuarters", "quarters_of_two": "kQuartersOfTwo"}
+PROMOTIONS = {
+    "none": "kNone",
+    "halves": "kHalves",
+    "quarters": "kQuarters",
+    "quarters_of_two": "kQuartersOfTwo",
+}
 MAJORS = {"k": "kK", "mn": "kMn"}
 
 
