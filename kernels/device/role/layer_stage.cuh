@@ -28,15 +28,24 @@ __device__ __forceinline__ void copy_block(const std::byte* from, std::byte* to,
     }
 }
 
-// All threads: this CTA's share of x, all of it at once, since with one rank no other waits for a block.
+// All threads: this CTA's share of some rows. What is quantised next is on its way meanwhile.
 template <int Threads>
 __device__ __forceinline__ void quantise_share(const QuantisedRows& rows, std::uint32_t share,
                                                std::uint32_t shares) {
     constexpr std::uint32_t kTile = Threads / 32 * kGroupsPerWarp;
-    const std::uint32_t first = ptx::thread_id() / 32 * kGroupsPerWarp;
+    const std::uint32_t step = shares * kTile;
+    std::uint32_t group = share * kTile + ptx::thread_id() / 32 * kGroupsPerWarp;
+    uint4 v[kQuad];
+    load_groups(rows, group, v);
 #pragma unroll 1
-    for (std::uint32_t group = share * kTile + first; group < rows.num_groups; group += shares * kTile)
-        quantise_groups(rows, group);
+    for (; group < rows.num_groups; group += step) {
+        uint4 next[kQuad];
+        load_groups(rows, group + step, next);
+        quantise_groups(rows, group, v);
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i)
+            v[i] = next[i];
+    }
 }
 
 // The groups of an own run of tokens, and where their codes and scale factors are staged.

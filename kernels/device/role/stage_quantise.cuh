@@ -64,19 +64,31 @@ struct QuantisedRows {
 
 inline constexpr uint32_t kGroupsPerWarp = 2 * kQuad;
 
-// One warp: the groups from `first_group` on, in kQuad consecutive loads of 512 bytes, which are 8 groups.
-__device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint32_t first_group) {
-    if (first_group >= rows.num_groups) return;
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int half = lane / kLanesPerGroup;
-    const int groups_left = static_cast<int>(min(rows.num_groups - first_group, kGroupsPerWarp)) - half;
+// Groups from `first_group` on that are there for this half of the warp, which has every second one.
+__device__ __forceinline__ int groups_of_half(const QuantisedRows& rows, uint32_t first_group) {
+    if (first_group >= rows.num_groups) return 0;
+    const auto half = static_cast<int>(threadIdx.x % 32) / kLanesPerGroup;
+    return static_cast<int>(min(rows.num_groups - first_group, kGroupsPerWarp)) - half;
+}
 
-    const uint4* source = static_cast<const uint4*>(rows.x) + size_t{first_group} * kLanesPerGroup + lane;
-    uint4 v[kQuad];
+// One warp: loads the groups from `first_group` on, in kQuad consecutive loads of 512 bytes, which are 8
+// groups.
+__device__ __forceinline__ void load_groups(const QuantisedRows& rows, uint32_t first_group,
+                                            uint4 (&v)[kQuad]) {
+    const int groups_left = groups_of_half(rows, first_group);
+    const uint4* source =
+        static_cast<const uint4*>(rows.x) + size_t{first_group} * kLanesPerGroup + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i)
         v[i] = 2 * i < groups_left ? ptx::load_stream(source + i * 32) : uint4{0, 0, 0, 0};
+}
 
+// One warp: quantises what load_groups has loaded.
+__device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint32_t first_group,
+                                                uint4 (&v)[kQuad]) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int half = lane / kLanesPerGroup;
+    const int groups_left = groups_of_half(rows, first_group);
     const GroupScale own = make_group_scale(amax_of_own_group(v, lane));
     const bool odd = (lane & 1) != 0;
     if ((lane & 6) == 0) {
@@ -109,8 +121,12 @@ __device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint3
 template <class Config>
 __device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t tile) {
     static_assert(Config::kVectors == kQuad, "a warp reduces its vectors as one quad");
-    quantise_groups({p.x, p.staged_x, p.staged_sf, p.num_groups},
-                    (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroupsPerWarp);
+    const QuantisedRows rows{p.x, p.staged_x, p.staged_sf, p.num_groups};
+    const uint32_t first_group = (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroupsPerWarp;
+    if (first_group >= rows.num_groups) return;
+    uint4 v[kQuad];
+    load_groups(rows, first_group, v);
+    quantise_groups(rows, first_group, v);
 }
 
 }  // namespace mega_moe::device
