@@ -189,15 +189,8 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
 #pragma unroll
             for (int i = 0; i < 64; ++i)
                 partial[i / 32][i % 32] = 0.0f;
-#ifdef PAIRS
-            int k_block = 0;
-            for (; k_block + 2 <= t.k_blocks; k_block += 2)
-                multiply_blocks<2>(d, partial, zero, stages);
-            if (k_block < t.k_blocks) multiply_blocks<1>(d, partial, zero, stages);
-#else
             for (int k_block = 0; k_block < t.k_blocks; ++k_block)
                 multiply_blocks<1>(d, partial, zero, stages);
-#endif
         }
         const TileRecord tile = record();
         release_record();
