@@ -24,6 +24,7 @@ Variant = dict[str, Any]
 COMMON_KEYS = {"name": str, "op": str, "architecture": str, "precision": str, "spill_bytes": int}
 OP_KEYS = {
     "stage": {"hidden_multiple": int, "threads": int, "vectors_per_thread": int, "blocks_per_sm": int},
+    "quantise_weights": {"hidden_multiple": int, "threads": int, "blocks_per_sm": int},
     "route": {"threads": int},
     "clock_probe": {"threads": int},
 } | {
@@ -39,6 +40,7 @@ OP_KEYS = {
 PRECISIONS = {"bf16": "kBf16", "fp8": "kFp8", "none": "kNone"}
 OPS = {
     "stage": "kStage",
+    "quantise_weights": "kQuantiseWeights",
     "route": "kRoute",
     "forward": "kForward",
     "forward_saving": "kForwardSaving",
@@ -67,6 +69,13 @@ def stage_instance(variant: Variant) -> str:
     )
 
 
+def quantise_weights_instance(variant: Variant) -> str:
+    config = f"{variant['threads']}, {variant['blocks_per_sm']}"
+    return INSTANCE.format(
+        header="sm90_quantise_weights.cuh", name=variant["name"], kernel=f"sm90_quantise_weights<{config}>"
+    )
+
+
 def route_instance(variant: Variant) -> str:
     return INSTANCE.format(
         header="sm90_route.cuh", name=variant["name"], kernel=f"sm90_route<{variant['threads']}>"
@@ -77,11 +86,15 @@ def layer_instance(variant: Variant) -> str:
     direction, _, form = variant["op"].partition("_")
     # The form that traces can save too, so that either can be looked at.
     trace, saves = ("true" if form in forms else "false" for forms in (("trace",), ("trace", "saving")))
-    config = f"{direction.capitalize()}Config<{variant['stages']}, {trace}, {saves}>"
+    precision = variant["precision"]
+    if precision == "fp8":
+        config = f"Quantised{direction.capitalize()}Config<{variant['stages']}, {trace}>"
+    else:
+        config = f"{direction.capitalize()}Config<{variant['stages']}, {trace}, {saves}>"
     return INSTANCE.format(
-        header=f"sm90_bf16_moe_{direction}.cuh",
+        header=f"sm90_{precision}_moe_{direction}.cuh",
         name=variant["name"],
-        kernel=f"sm90_bf16_moe_{direction}<device::{config}>",
+        kernel=f"sm90_{precision}_moe_{direction}<device::{config}>",
     )
 
 
@@ -91,6 +104,7 @@ def clock_probe_instance(variant: Variant) -> str:
 
 INSTANCES: dict[str, Callable[[Variant], str]] = {
     "stage": stage_instance,
+    "quantise_weights": quantise_weights_instance,
     "route": route_instance,
     "forward": layer_instance,
     "forward_saving": layer_instance,

@@ -26,13 +26,19 @@ KEYS = {
     "schedule": str,
     "multicast": bool,
     "majors": list,
-    "promoted": bool,
+    "promotion": str,
     "stages": int,
     "store_buffers": int,
     "spill_bytes": int,
 }
 ELEMENTS = {"bf16": "kBf16", "e4m3": "kE4m3"}
 SCHEDULES = {"cooperative": "kCooperative", "ping_pong": "kPingPong"}
+PROMOTIONS = {
+    "none": "kNone",
+    "halves": "kHalves",
+    "quarters": "kQuarters",
+    "quarters_of_two": "kQuartersOfTwo",
+}
 MAJORS = {"k": "kK", "mn": "kMn"}
 
 
@@ -52,7 +58,11 @@ def load_variants(path: Path) -> list[Variant]:
                 raise ValueError(
                     f"{path.name}: {name}: {key} is {variant[key]!r}, must be of type {kind.__name__}"
                 )
-        choices = ((variant["element"], ELEMENTS), (variant["schedule"], SCHEDULES))
+        choices = (
+            (variant["element"], ELEMENTS),
+            (variant["schedule"], SCHEDULES),
+            (variant["promotion"], PROMOTIONS),
+        )
         for value, allowed in (*choices, *((major, MAJORS) for major in variant["majors"])):
             if value not in allowed:
                 raise ValueError(f"{path.name}: {name}: got {value!r}, must be one of {sorted(allowed)}")
@@ -70,7 +80,7 @@ def source(variant: Variant) -> str:
             f"Cluster::{'kMulticastB' if variant['multicast'] else 'kNone'}",
             major_a,
             major_b,
-            f"Scaling::{'kPromoted' if variant['promoted'] else 'kNone'}",
+            f"Promotion::{PROMOTIONS[variant['promotion']]}",
             str(variant["stages"]),
             str(variant["store_buffers"]),
         ]

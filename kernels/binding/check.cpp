@@ -25,6 +25,8 @@ std::string dtype_text(ScalarType type) {
             return "float32";
         case ScalarType::Double:
             return "float64";
+        case ScalarType::Float8_e4m3fn:
+            return "float8_e4m3fn";
         case ScalarType::Short:
             return "int16";
         case ScalarType::Int:

@@ -16,6 +16,11 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "stage(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int buffer_bytes, int max_tokens, "
         "int num_experts, bool quantise) -> ()");
+    // e4m3 copies of a bf16 weight [E, N, K], scaled per 128 x 128 block. A copy that nobody wants is an
+    // empty tensor of one dimension.
+    m.def(
+        "quantise_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) codes_transposed, Tensor(c!) scales, "
+        "bool power_of_two) -> ()");
     // What the memory of the routing tables depends on; pool_rows 0 is the largest useful pool, one chunk for
     // any routing.
     m.def(
@@ -47,6 +52,16 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "int num_experts, int pool_rows, bool canaries, bool backward, int rank, int num_sms, int "
         "arrival_ns, "
         "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
+    // The same in e4m3: weights with an fp32 scale factor for each 128 x 128 of them, x quantised by the
+    // kernel. The shape of the buffer has `quantise`.
+    m.def(
+        "moe_forward_fp8(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor "
+        "gate_up_sf, "
+        "Tensor w_down, Tensor down_sf, Tensor(a!) y, Tensor(b!) summary, int[] buffers, int workspace, int "
+        "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool backward, int rank, int "
+        "num_sms, int arrival_ns, int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) "
+        "-> "
+        "()");
     // saved_gate_up: what moe_forward left there for the same tokens; empty: it is computed again. A result
     // that nobody wants is an empty tensor of one dimension. Weight gradients, bf16 or fp32, are
     // set, or added to when accumulating. The shape of the buffer has `backward`.
@@ -74,8 +89,10 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
+    m.impl("quantise_weights", TORCH_BOX(&mega_moe::binding::quantise_weights));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
+    m.impl("moe_forward_fp8", TORCH_BOX(&mega_moe::binding::moe_forward_fp8));
     m.impl("moe_backward", TORCH_BOX(&mega_moe::binding::moe_backward));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }
@@ -84,8 +101,10 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
 // backends.
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CPU, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
+    m.impl("quantise_weights", TORCH_BOX(&mega_moe::binding::quantise_weights));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
+    m.impl("moe_forward_fp8", TORCH_BOX(&mega_moe::binding::moe_forward_fp8));
     m.impl("moe_backward", TORCH_BOX(&mega_moe::binding::moe_backward));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }

@@ -138,7 +138,7 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     const Op op = problem.trace != nullptr ? Op::kBackwardTrace
                   : problem.saved_rows > 0 ? Op::kBackwardSaving
                                            : Op::kBackward;
-    Status status = prepare_layer(op, route, launch);
+    Status status = prepare_layer(op, Precision::kBf16, route, launch);
     if (!status.ok) return status;
     const layout::WorkspaceShape local = workspace_shape(route.shape);
     const Parts parts = layout::make_workspace(local);

@@ -7,21 +7,23 @@
 #include "host/tensor_map.h"
 #include "layout/layer_shared.h"
 #include "layout/pools.h"
+#include "layout/staging.h"
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 
 namespace mega_moe {
 namespace {
 
+using Parts = layout::Layout<layout::kWorkspaceParts>;
+
 Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                 const layout::Layout<layout::kWorkspaceParts>& parts, device::ForwardParams& p) noexcept {
+                 const Parts& parts, device::ForwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     constexpr std::uint32_t kHeight = layout::kTileRows;
     const std::int64_t hidden = local.hidden;
     const std::int64_t intermediate = local.intermediate;
     const void* x_pool = workspace + parts[layout::kXPool];
     const void* h_pool = workspace + parts[layout::kHPool];
-    const void* o_pool = workspace + parts[layout::kOPool];
     struct Map {
         const char* what;
         const void* data;
@@ -38,13 +40,25 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
         {"w_gate_up", problem.w_gate_up, local.num_local * 2 * intermediate, hidden, 128, p.gate_up_load},
         {"w_down", problem.w_down, local.num_local * hidden, intermediate, 128, p.down_load},
         {"h pool", h_pool, rows, intermediate, 16, p.h_store},
-        {"o pool", o_pool, rows, hidden, 16, p.o_store},
     };
+    const auto map_operand = local.quantise ? map_e4m3_rows : map_rows;
     for (const Map& m : maps) {
-        const Status status = map_rows(m.what, m.data, m.rows, m.columns, m.box_rows, m.map);
+        const Status status = map_operand(m.what, m.data, m.rows, m.columns, m.box_rows, m.map);
         if (!status.ok) return status;
     }
-    return ok_status();
+    const Status status = map_rows("o pool", workspace + parts[layout::kOPool], rows, hidden, 16, p.o_store);
+    if (!status.ok || !local.quantise) return status;
+    return map_scales("x_sf pool", workspace + parts[layout::kXScalePool], rows, hidden / layout::kQuantGroup,
+                      kHeight, layout::kScaleBlocks, p.x_scale_load);
+}
+
+void place_scales(const ForwardProblem& problem, std::byte* workspace, const Parts& parts,
+                  std::int64_t staged, device::ForwardParams& p) noexcept {
+    p.moved_scales = {nullptr, workspace + parts[layout::kXScalePool], staged};
+    p.gate_up_scales = problem.gate_up_scales;
+    p.down_scales = problem.down_scales;
+    p.o_pool = workspace + parts[layout::kOPool];
+    p.h_scales = workspace + parts[layout::kHScalePool];
 }
 
 }  // namespace
@@ -55,11 +69,12 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     const Op op = problem.trace != nullptr ? Op::kForwardTrace
                   : problem.saved_rows > 0 ? Op::kForwardSaving
                                            : Op::kForward;
-    Status status = prepare_layer(op, route, launch);
+    Status status =
+        prepare_layer(op, route.shape.quantise ? Precision::kFp8 : Precision::kBf16, route, launch);
     if (!status.ok) return status;
 
     const layout::WorkspaceShape local = workspace_shape(route.shape);
-    const auto parts = layout::make_workspace(local);
+    const Parts parts = layout::make_workspace(local);
     const auto symmetric = layout::make_symmetric(symmetric_shape(route.shape));
     const layout::Staging staging = layout::make_staging(route.shape.max_tokens, route.shape.top_k,
                                                          route.shape.hidden, route.shape.quantise);
@@ -70,9 +85,11 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);
-    p.route.call = layout::kForwardCall;
+    p.route.call = local.quantise ? layout::kQuantisedForwardCall : layout::kForwardCall;
     p.moved[0] = {static_cast<const std::byte*>(problem.x), workspace + parts[layout::kXPool],
                   symmetric[layout::kStaging] + staging.x};
+    if (local.quantise)
+        place_scales(problem, workspace, parts, symmetric[layout::kStaging] + staging.x_sf, p);
     p.summed = workspace + parts[layout::kOPool];
     p.saved = {static_cast<std::byte*>(problem.saved_gate_up), static_cast<std::int32_t>(problem.saved_rows)};
     p.out = static_cast<std::byte*>(problem.y);

@@ -15,8 +15,8 @@ constexpr int kCtasPerCluster = 2;
 
 }  // namespace
 
-Status prepare_layer(Op op, const RouteProblem& route, LayerLaunch& launch) noexcept {
-    const Status status = prepare_launch(op, Precision::kBf16, route.device, launch.facts, launch.variant);
+Status prepare_layer(Op op, Precision precision, const RouteProblem& route, LayerLaunch& launch) noexcept {
+    const Status status = prepare_launch(op, precision, route.device, launch.facts, launch.variant);
     if (!status.ok) return status;
     const int on_device = launch.facts.num_sms;
     if (route.num_sms > on_device) {
@@ -56,7 +56,8 @@ Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const 
         layout::make_route_shared(variant.threads, params.endpoint.num_ranks, params.num_local,
                                   params.max_blocks, params.one_chunk)
             .total;
-    const layout::LayerShared shared = layout::make_layer_shared(variant.stages);
+    const layout::LayerShared shared =
+        layout::make_layer_shared(variant.stages, variant.precision == Precision::kFp8);
     if (routing > shared.ring || shared.total > launch.facts.max_shared_bytes) {
         return error_status(
             "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has "

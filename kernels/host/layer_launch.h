@@ -17,7 +17,7 @@ struct LayerLaunch {
 };
 
 // Selects the kernel and the number of its CTAs, in clusters of two.
-Status prepare_layer(Op op, const RouteProblem& route, LayerLaunch& launch) noexcept;
+Status prepare_layer(Op op, Precision precision, const RouteProblem& route, LayerLaunch& launch) noexcept;
 
 layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept;
 

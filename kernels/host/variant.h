@@ -4,6 +4,7 @@ namespace mega_moe {
 
 enum class Op {
     kStage,
+    kQuantiseWeights,
     kRoute,
     kForward,
     kForwardSaving,

@@ -1,6 +1,7 @@
 #pragma once
 #include "layout/host_device.h"
 #include "layout/pools.h"
+#include "layout/staging.h"
 
 // Shared memory of a CTA of the fused forward, as byte offsets from a multiple of 1024, from which the
 // 128-byte swizzle counts.
@@ -8,13 +9,28 @@ namespace mega_moe::layout {
 
 inline constexpr int kTileRows = 2 * kRowBlock;       // of a CTA's tile, half of them for each math warpgroup
 inline constexpr int kTileColumns = 256;              // rows of weights
-inline constexpr int kStageBytesA = kTileRows * 128;  // x 64 bf16
-inline constexpr int kStageBytesB = kTileColumns * 128;  // x 64 bf16
-inline constexpr int kStoreBytes = 16 * 128;             // a warp's 16 rows x 64 bf16
+inline constexpr int kStageBytesA = kTileRows * 128;  // x 64 bf16 or 128 e4m3
+inline constexpr int kStageBytesB = kTileColumns * 128;  // the same
+inline constexpr int kStoreBytes = 16 * 128;             // a warp's 16 rows x 64 bf16 or 128 e4m3
 inline constexpr int kMathWarps = 8;
 inline constexpr int kPullBuffers = 4;
 inline constexpr int kPullBytes = 4096;
-inline constexpr int kTileRing = 4;  // tiles that the scheduler is ahead at most
+// Rows of e4m3 come in smaller pieces, each with its scale factors, and more of them are under way.
+inline constexpr int kQuantisedPullBuffers = 5;
+inline constexpr int kQuantisedPullBytes = 2048;
+inline constexpr int kPullScaleBytes = kQuantisedPullBytes / kQuantGroup * 4;
+// Pieces that are loading or stored and not yet told, what is known of each: its slots, and one more word.
+inline constexpr int kPullPieces = 7;
+inline constexpr int kPullPieceBytes = (kMaxSlotsPerToken + 1) * 4;
+// Scale factors of a tile's rows: of x for so many k-blocks at once, since a box of a tensor has rows of 16
+// bytes at least, twice; of h for each stage.
+inline constexpr int kScaleBlocks = 4;
+inline constexpr int kXScaleBytes = kTileRows * kScaleBlocks * 4;
+inline constexpr int kXScaleBuffers = 2;
+inline constexpr int kHScaleBytes = kTileRows * 4;
+inline constexpr int kColumnScaleBytes = 8;      // of a stage's first and second 128 columns
+inline constexpr int kStoreScaleBytes = 16 * 4;  // a warp's 16 rows of h
+inline constexpr int kTileRing = 4;              // tiles that the scheduler is ahead at most
 inline constexpr int kTileRecordBytes = 64;
 // Tickets on their way to the second CTA of a cluster. The first is never so far ahead: when it sends ticket
 // n it has read all of tile n - kTileRing, whose stages the second must have released but for the last few.
@@ -23,30 +39,46 @@ inline constexpr int kMailbox = 16;
 struct LayerShared {
     int store;
     int pull;
+    int x_scales;  // from here to the ring: of a quantised layer alone
+    int h_scales;
+    int column_scales;
+    int store_scales;
+    int pull_scales;
+    int pieces;
     int ring;
     int mailbox;  // uint32 [kMailbox]
     int barriers;
     int num_barriers;
-    int epoch;  // uint64
+    int epoch;    // uint64
     int state;    // two words
     int written;  // uint32 [kMathWarps]
+    int pull_buffers;
+    int pull_bytes;
     int total;  // to ask for, whatever the start of the CTA's shared memory is
 };
 
 // The stages come first; the routing phase uses everything below `ring` before they are filled.
-MEGA_MOE_LAW LayerShared make_layer_shared(int stages) {
+MEGA_MOE_LAW LayerShared make_layer_shared(int stages, bool quantised) {
     LayerShared s{};
+    s.pull_buffers = quantised ? kQuantisedPullBuffers : kPullBuffers;
+    s.pull_bytes = quantised ? kQuantisedPullBytes : kPullBytes;
     s.store = stages * (kStageBytesA + kStageBytesB);
     s.pull = s.store + kMathWarps * kStoreBytes;
-    s.ring = s.pull + kPullBuffers * kPullBytes;
+    s.x_scales = s.pull + s.pull_buffers * s.pull_bytes;
+    s.h_scales = s.x_scales + (quantised ? kXScaleBuffers * kXScaleBytes : 0);
+    s.column_scales = s.h_scales + (quantised ? stages * kHScaleBytes : 0);
+    s.store_scales = s.column_scales + (quantised ? stages * kColumnScaleBytes : 0);
+    s.pull_scales = s.store_scales + (quantised ? kMathWarps * kStoreScaleBytes : 0);
+    s.pieces = s.pull_scales + (quantised ? s.pull_buffers * kPullScaleBytes : 0);
+    s.ring = s.pieces + (quantised ? (kPullPieces * kPullPieceBytes + 15) / 16 * 16 : 0);
     s.mailbox = s.ring + kTileRing * kTileRecordBytes;
     s.barriers = s.mailbox + kMailbox * 4;
     // Full and empty stages, full and empty ring, mailbox, pull buffers.
-    s.num_barriers = 2 * stages + 2 * kTileRing + kMailbox + kPullBuffers;
+    s.num_barriers = 2 * stages + 2 * kTileRing + kMailbox + s.pull_buffers;
     s.epoch = s.barriers + 8 * s.num_barriers;
     s.state = s.epoch + 8;
     s.written = s.state + 8;
-    s.total = 1024 + s.written + kMathWarps * 4 + 8;
+    s.total = 1024 + s.written + kMathWarps * 4;
     return s;
 }
 

@@ -40,6 +40,13 @@ enum ControlWord {
     kControlWordCount
 };
 
+// The backward of a layer whose forward stages x as e4m3 stages it in bf16, at the same place.
+constexpr std::int64_t staging_bytes(const SymmetricShape& s) {
+    const std::int64_t bytes = make_staging(s.max_tokens, s.top_k, s.hidden, s.quantise).total;
+    const std::int64_t plain = make_staging(s.max_tokens, s.top_k, s.hidden, false).total;
+    return s.quantise && s.backward && plain > bytes ? plain : bytes;
+}
+
 constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     const std::int64_t slots = s.max_tokens * s.top_k;
     const bool home = s.home && s.num_ranks > 1;
@@ -50,7 +57,7 @@ constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     builder.add("block_flags", flags);
     builder.add("published_ids", 2 * align_part(slots * 2));
     builder.add("published_weights", 2 * align_part(slots * 4));
-    builder.add("staging", make_staging(s.max_tokens, s.top_k, s.hidden, s.quantise).total);
+    builder.add("staging", staging_bytes(s));
     builder.add("x_flags", home ? flags : 0);
     builder.add("sent_flags", home ? flags : 0);
     builder.add("home", home ? s.max_tokens * s.num_ranks * s.hidden * 2 : 0);

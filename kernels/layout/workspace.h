@@ -19,7 +19,10 @@ struct WorkspaceShape {
     std::int64_t intermediate;  // 0: tables alone, no pools
     bool backward;              // with what the backward needs besides
     bool canaries;
+    bool quantise = false;  // x and h are e4m3 in the forward
 
+    // Of an element of x and h, where the backward needs no bf16.
+    MEGA_MOE_LAW std::int64_t row_element() const { return quantise && !backward ? 1 : 2; }
     MEGA_MOE_LAW std::int64_t max_rows() const { return max_tokens * num_ranks * top_k; }
     MEGA_MOE_LAW std::int64_t limit() const { return chunk_limit(pool_rows, num_local); }
     MEGA_MOE_LAW std::int64_t chunks() const {
@@ -63,14 +66,17 @@ enum WorkspacePart {
     kPullList,     // uint64 [max_residents]: encode_resident, by (chunk, first local expert, token, rank)
     kPushList,     // uint64 [max_residents]: the same by last local expert
     kCounters,     // uint32: layout/pools.h
-    kXPool,        // bf16 [pools][pool_rows, hidden]: rows of x by slot
-    kHPool,        // bf16 [pools][pool_rows, intermediate]: weighted activations
+    kXPool,        // bf16 [pools][pool_rows, hidden]: rows of x by slot; e4m3 of a quantised forward
+    kHPool,        // the same [pools][pool_rows, intermediate]: weighted activations
     kOPool,   // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
     kDyPool,  // bf16 [pools][pool_rows, hidden]: rows of dy by slot
     kDzPool,  // bf16 [pools][pool_rows, 2 * intermediate]: gradients of gate and up
-    kDtopkPool,  // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
-    kPartials,   // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their
-                 // sums
+    kDtopkPool,   // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
+    kPartials,    // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their
+                  // sums
+    kXScalePool,  // fp32 [pools][pool_rows, hidden / 128]: scale factors of x
+    kHScalePool,  // fp32 [pools][pool_rows / 128][intermediate / 128][128]: of h, so that a tile's are one
+                  // run
     kWorkspaceParts
 };
 
@@ -118,14 +124,17 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     const bool pooled = s.intermediate > 0;
     const std::int64_t rows = pooled ? s.pools() * s.pool_rows : 0;
     builder.add("counters", pooled ? s.counters() * 4 : 0);
-    builder.add("x_pool", rows * s.hidden * 2);
-    builder.add("h_pool", rows * s.intermediate * 2);
+    builder.add("x_pool", rows * s.hidden * s.row_element());
+    builder.add("h_pool", rows * s.intermediate * s.row_element());
     builder.add("o_pool", rows * s.hidden * 2);
     const std::int64_t backward_rows = s.backward ? rows : 0;
     builder.add("dy_pool", backward_rows * s.hidden * 2);
     builder.add("dz_pool", backward_rows * s.intermediate * 4);
     builder.add("dtopk_pool", backward_rows * (s.intermediate / 128) * 4);
     builder.add("partials", s.backward && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
+    const std::int64_t scaled_rows = s.quantise ? rows : 0;
+    builder.add("x_sf_pool", scaled_rows * (s.hidden / kQuantGroup) * 4);
+    builder.add("h_sf_pool", scaled_rows * (s.intermediate / kQuantGroup) * 4);
     return builder.finish();
 }
 

@@ -200,7 +200,8 @@ def subject(row) -> tuple[str, ...]:
         return (what, row.peer, row.direction, "TF/s", "-", "-")
     reserved = "n/a" if row.reserved_sms is None else str(row.reserved_sms)
     skew = "" if row.skew is None else f", {row.skew:g}x to rank 0"
-    what = f"{row.shape}, T {row.tokens}, {row.numerics}{skew}"
+    copies = "" if row.weight_copies is None else f", weight copies {row.weight_copies}"
+    what = f"{row.shape}, T {row.tokens}, {row.numerics}{copies}{skew}"
     return (what, row.backend, row.direction.replace("_", "+"), "TF/s", row.dw_dtype or "-", reserved)
 
 

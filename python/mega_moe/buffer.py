@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -135,7 +137,7 @@ class MoEBuffer:
                 )
                 self._router = plan.build_router(request, self._control, kernels)
                 self._executor = plan.build_executor(self._explanation, facts, *ranks, kernels)
-                self._saved_rows = plan.saved_rows(kernels, share)
+                self._saved_rows = plan.saved_rows(kernels, request, share)
             # The memory may not fit on one rank alone.
             except RuntimeError as failed:
                 error = failed
@@ -258,6 +260,32 @@ class MoEBuffer:
         self._live()
         self._router.refuse(error, num_tokens)
 
+    @contextlib.contextmanager
+    def reuse_weight_copies(self) -> Iterator[None]:
+        """Within it the fp8 kernels keep their e4m3 copies of the weights from call to call, while they are good.
+
+        Outside, each call of a kernel that reads e4m3 weights quantises them anew, which is always right. Within, the
+        copy of an ``nn.Parameter`` is kept until torch knows of a change of it (an operation in place,
+        ``load_state_dict``, another tensor, ``.data`` assigned), its memory was given back, any ``torch.optim``
+        optimizer of this process has stepped, `weights_changed` is called, or the outermost of these blocks ends.
+
+        What nobody can see has to be told by `weights_changed`: writes through ``.data`` or an alias, by kernels
+        outside an optimizer's ``step``, by a replayed CUDA graph, or into the shards of FSDP other than by an optimizer
+        or ``load_state_dict``. Tensors that are no parameters, such as those of a cast or of a compiled graph, and
+        calls in the capture of a CUDA graph always get new copies.
+
+        A weight's copy takes half its bytes in bf16, or all of them where a backward kernel reads it transposed too.
+        """
+        copies = self._live().weight_copies
+        with contextlib.nullcontext() if copies is None else copies.reused():
+            yield
+
+    def weights_changed(self) -> None:
+        """Use no copy of a weight that was made before now; see `reuse_weight_copies`."""
+        copies = self._live().weight_copies
+        if copies is not None:
+            copies.changed()
+
     def check(self) -> None:
         """Wait for the device and raise what a past call could not report at once: a bad expert id, a lost rank.
 
@@ -318,7 +346,8 @@ class MoEBuffer:
         Needs the compiled library, no GPU; depends on its arguments and, for the canaries, on MEGA_MOE_DEBUG. "auto"
         counts the pools of the fused backend where the wheel holds a kernel for the request, a name counts that
         backend's memory. Plain backends on a CPU, or on a GPU whose architecture the wheel does not hold, keep nothing.
-        ``training`` counts what the fused backward needs besides, which a buffer holds wherever it can run it. What
+        ``training`` counts what the fused backward needs besides, which a buffer holds wherever it can run it. Where
+        kernels read e4m3 weights, the copies that a call makes of its weights and gives back are counted too. What
         autograd keeps of each call is not the buffer's: its inputs, and ``saved_nbytes(T)`` of gate and up.
 
         Raises:

@@ -28,6 +28,12 @@ def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     return shaped
 
 
+def _after_loading(module: MegaMoE, _: object) -> None:
+    # FSDP loads into its shards, and nothing shows that the parameter gathered from them later is another one.
+    if module._buffer is not None:
+        module._buffer.weights_changed()
+
+
 class MegaMoE(nn.Module):
     """This rank's SwiGLU experts, without biases.
 
@@ -71,6 +77,7 @@ class MegaMoE(nn.Module):
         self._buffer: MoEBuffer | None = None
         if buffer is not None:
             self.attach(buffer)
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def attach(self, buffer: MoEBuffer) -> None:

@@ -10,10 +10,12 @@ enum class Element { kBf16, kE4m3 };
 // one multiplying while the other stores.
 enum class Schedule { kCooperative, kPingPong };
 enum class Cluster { kNone, kMulticastB };  // two blocks along M that load half of b's tile each, for both
-enum class Scaling { kNone, kPromoted };    // 1x128 of a, 128x128 of b; sums leave the tensor core every 128
+// 1x128 of a, 128x128 of b; sums leave the tensor core every 128: half of the columns after the other, or a
+// quarter while the next is multiplied, with a pause after each stage or after two.
+enum class Promotion { kNone, kHalves, kQuarters, kQuartersOfTwo };
 
 template <Element E, int M, int N, int InstructionN, Schedule S, Cluster C, device::Major A, device::Major B,
-          Scaling Scale, int Stages, int StoreBuffers>
+          Promotion P, int Stages, int StoreBuffers>
 struct GemmConfig {
     static constexpr Element kElement = E;
     static constexpr int kBlockM = M;
@@ -23,7 +25,9 @@ struct GemmConfig {
     static constexpr int kClusterSize = C == Cluster::kNone ? 1 : 2;
     static constexpr device::Major kMajorA = A;
     static constexpr device::Major kMajorB = B;
-    static constexpr bool kPromoted = Scale == Scaling::kPromoted;
+    static constexpr bool kPromoted = P != Promotion::kNone;
+    static constexpr bool kStaggered = kPromoted && P != Promotion::kHalves;
+    static constexpr int kBlocksAtOnce = P == Promotion::kQuartersOfTwo ? 2 : 1;
     static constexpr int kStages = Stages;
     static constexpr int kStoreBuffers = StoreBuffers;
 
@@ -34,9 +38,10 @@ struct GemmConfig {
     static constexpr int kThreads = 384;  // a warpgroup that loads, two that multiply
     static constexpr int kWarpgroupRows = kPingPong ? M : M / 2;
     static constexpr int kPartsM = kWarpgroupRows / 64;
-    static constexpr int kPartsN = N / InstructionN;
+    // The staggered form adds to one array from smaller products.
+    static constexpr int kPartsN = kStaggered ? 1 : N / InstructionN;
     static constexpr int kParts = kPartsM * kPartsN;
-    static constexpr int kPartRegisters = InstructionN / 2;
+    static constexpr int kPartRegisters = (kStaggered ? N : InstructionN) / 2;
 
     // The promoted form spills with 216 and 72 and with 200 and 104.
     static constexpr int kLoadRegisters = kPromoted ? 88 : 40;
@@ -59,7 +64,8 @@ struct GemmConfig {
 
     static_assert(E == Element::kBf16 || (A == device::Major::kK && B == device::Major::kK),
                   "e4m3 is K-major only");
-    static_assert(!kPromoted || (E == Element::kE4m3 && !kPingPong && N == 256 && InstructionN == 128),
+    static_assert(!kPromoted || (E == Element::kE4m3 && !kPingPong && N == 256 &&
+                                 InstructionN == (kStaggered ? 64 : 128)),
                   "promoted form");
     static_assert(kParts * kPartRegisters == 128, "accumulators per thread");
 };

@@ -2,6 +2,7 @@
 #include "bench/common/clock_span.cuh"
 #include "bench/gemm/load.cuh"
 #include "bench/gemm/multiply_promoted.cuh"
+#include "bench/gemm/multiply_staggered.cuh"
 #include "bench/gemm/store.cuh"
 #include "device/ptx/register_budget.cuh"
 
@@ -39,7 +40,10 @@ __device__ __forceinline__ void multiply_tiles(const GemmParams& p, const Shared
             cursor.skip(p.num_k_blocks);
         } else {
             if constexpr (C::kPromoted) {
-                multiply_tile_promoted<C>(sums, shared, cursor, p, origin.column, warpgroup, lane);
+                if constexpr (C::kStaggered)
+                    multiply_tile_staggered<C>(sums[0], shared, cursor, p, origin.column, warpgroup, lane);
+                else
+                    multiply_tile_promoted<C>(sums, shared, cursor, p, origin.column, warpgroup, lane);
             } else {
                 const int rows = warpgroup * C::kWarpgroupRows * device::kOperandRowBytes;
                 finish_tile<C>(shared, multiply_tile<C>(sums, shared, cursor, p.num_k_blocks, rows, lane),

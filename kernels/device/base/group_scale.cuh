@@ -7,7 +7,7 @@
 
 namespace mega_moe::device {
 
-// The scale factor of one 1x128 group and what is needed to divide by it with two instructions per element.
+// The scale factor of one block and what is needed to divide by it with two instructions per element.
 struct GroupScale {
     float scale;  // amax / 448, or 1 where that is 0; what is stored
     float lift;   // power of two to multiply elements by first; 1 unless the scale is extreme
@@ -46,26 +46,52 @@ MEGA_MOE_HOST_DEVICE float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
-// The next smaller number of a positive one.
-MEGA_MOE_HOST_DEVICE float next_below(float a) {
+MEGA_MOE_HOST_DEVICE std::uint32_t bits_of_float(float a) {
 #if defined(__CUDA_ARCH__)
-    return __uint_as_float(__float_as_uint(a) - 1);
+    return __float_as_uint(a);
 #else
     std::uint32_t bits;
     std::memcpy(&bits, &a, sizeof(bits));
-    --bits;
-    std::memcpy(&a, &bits, sizeof(bits));
+    return bits;
+#endif
+}
+
+MEGA_MOE_HOST_DEVICE float float_of_bits(std::uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(bits);
+#else
+    float a;
+    std::memcpy(&a, &bits, sizeof(a));
     return a;
 #endif
 }
 
-// amax >= 0, Inf or NaN.
-MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax) {
+// The next smaller number of a positive one.
+MEGA_MOE_HOST_DEVICE float next_below(float a) {
+    return float_of_bits(bits_of_float(a) - 1);
+}
+
+// The smallest power of two that is not below a; a > 0 and at most 2^127. Inf and NaN stay.
+MEGA_MOE_HOST_DEVICE float power_of_two_above(float a) {
+    constexpr std::uint32_t kMantissa = 0x007FFFFF;
+    std::uint32_t bits = bits_of_float(a);
+    if (bits >= 0x7F800000) return a;
+    if (bits > kMantissa) return float_of_bits((bits + kMantissa) & ~kMantissa);
+    // A denormal: the number of its unit, up to that of the smallest normal number, which is 2^23.
+    --bits;
+    for (int shift = 1; shift < 32; shift *= 2)
+        bits |= bits >> shift;
+    return float_of_bits(bits + 1);
+}
+
+// amax >= 0, Inf or NaN. `power_of_two` rounds the scale up to one.
+MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax, bool power_of_two = false) {
     GroupScale g;
     g.scale = divide_rn(amax, kE4m3Max);
     // Of zeros, or of an amax below about 3e-43, for which fp32 holds no scale: 0 / 0 would make the group
     // NaN.
     if (g.scale == 0.0f) g.scale = 1.0f;
+    if (power_of_two) g.scale = power_of_two_above(g.scale);
     g.lift = g.scale < kSmallestPlainScale  ? kLiftOfSmall
              : g.scale > kLargestPlainScale ? kLiftOfLarge
                                             : 1.0f;

@@ -4,6 +4,8 @@
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/convert_bf16x2.cuh"
 #include "device/ptx/fence.cuh"
+#include "device/ptx/global_memory.cuh"
+#include "device/ptx/shared_memory.cuh"
 #include "device/ptx/stmatrix.cuh"
 #include "device/ptx/tma.cuh"
 
@@ -59,6 +61,36 @@ __device__ __forceinline__ void store_rows(const float* d, const void* map, std:
     for (int block = 0; block < Blocks; ++block)
         store_block([&] { stage_block(d + 32 * block, buffer, lane); }, map, buffer, column + block * 64, row,
                     lane);
+}
+
+// The same by ordinary stores, whole lines of 128 bytes, from the first element on: with one buffer, a copy
+// by the engine for each block would wait for the one before. Whoever is told of the rows must be told after
+// __syncwarp.
+template <int Blocks>
+__device__ __forceinline__ void store_rows_directly(const float* d, std::byte* first, std::int64_t row_bytes,
+                                                    std::uint32_t buffer, int lane) {
+    constexpr int kAtOnce = 4;  // rows
+    std::byte* to = first + lane / 8 * row_bytes + lane % 8 * 16;
+    // Whatever copy read the buffer last.
+    if (lane == 0) ptx::bulk_wait_read<0>();
+#pragma unroll
+    for (int block = 0; block < Blocks; ++block) {
+        __syncwarp();
+        stage_block(d + 32 * block, buffer, lane);
+        __syncwarp();
+        uint4 v[16 / kAtOnce];
+#pragma unroll
+        for (int i = 0; i < 16 / kAtOnce; ++i) {
+            const int row = i * kAtOnce + lane / 8;
+            v[i] = ptx::load_shared_vector(buffer + row * 128 + ((lane % 8 ^ row % 8) << 4));
+        }
+#pragma unroll
+        for (int i = 0; i < 16 / kAtOnce; ++i)
+            ptx::store(to + i * kAtOnce * row_bytes + block * 128, v[i]);
+    }
+    // The buffer is next read by a copy.
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
 }
 
 }  // namespace mega_moe::device

@@ -9,8 +9,8 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 
 // silu(g) * u * w in fp32 of a tile of 64 rows x [128 gate | 128 up] in the registers of wgmma, in place of
 // the gate half. Both halves are rounded to bf16 first, so that a backward that recomputes them gets the
-// same. `w` are the routing weights of the thread's rows, lane / 4 and + 8.
-template <bool Clamped>
+// same. `w` are the routing weights of the thread's rows, lane / 4 and + 8, left out unless `Weighted`.
+template <bool Clamped, bool Weighted = true>
 __device__ __forceinline__ void swiglu_tile(float (&d)[128], const float (&w)[2], float clamp) {
     // So many at a time, step by step, that the special function unit's latency is hidden.
     constexpr int kAtOnce = 8;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void swiglu_tile(float (&d)[128], const float (&w)[2]
             sigmoid[i] = ptx::reciprocal_approximate(1.0f + sigmoid[i]);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i)
-            d[first + i] = g[i] * sigmoid[i] * u[i] * w[i / 2 % 2];
+            d[first + i] = Weighted ? g[i] * sigmoid[i] * u[i] * w[i / 2 % 2] : g[i] * sigmoid[i] * u[i];
     }
 }
 

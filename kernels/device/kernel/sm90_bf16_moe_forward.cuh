@@ -1,11 +1,5 @@
 #pragma once
-#include "device/ptx/register_budget.cuh"
-#include "device/role/forward_load.cuh"
-#include "device/role/forward_math.cuh"
-#include "device/role/forward_schedule.cuh"
-#include "device/role/layer_combine.cuh"
-#include "device/role/layer_pull.cuh"
-#include "device/role/layer_tables.cuh"
+#include "device/role/forward.cuh"
 
 namespace mega_moe::device {
 
@@ -16,45 +10,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_forward(
     const __grid_constant__ ForwardParams p) {
     extern __shared__ __align__(1024) std::byte raw[];
-    const LayerShared<C> shared(raw);
-    if (ptx::thread_id() == 0) shared.init_barriers();
-    Tracer<C::kTrace> routing(p.trace, TraceRole::kLoad, ptx::thread_id() == 0);
-    routing.start();
-    if (!prepare_tables<C>(p, shared)) {
-        poison<C>(p.out, std::int64_t{p.route.num_tokens} * p.hidden * 2);
-        return;
-    }
-    routing.end(TraceKind::kRoute, 0, 0, 0);
-    const auto warp = static_cast<int>(ptx::thread_id()) / 32;
-    const bool first_lane = ptx::thread_id() % 32 == 0;
-    const auto cta = static_cast<int>(ptx::cluster_rank());
-    const std::uint64_t epoch = *shared.epoch();
-    copy_first_rows<C>(p, epoch);
-    routing.end(TraceKind::kFirstRows, 0, 0, 0);
-    if (warp < 4) {
-        ptx::shrink_registers<C::kCommRegisters>();
-        if (warp == 0) {
-            if (first_lane) load_tiles<C>(p, shared, cta, routing);
-        } else if (warp == 1) {
-            schedule_tiles<C>(p, shared, epoch, cta);
-        } else {
-            Tracer<C::kTrace> tracer(p.trace, warp == 2 ? TraceRole::kPull : TraceRole::kPush, first_lane);
-            if (warp == 2) pull_rows<C>(p, shared, epoch, tracer);
-            if (warp == 3 && ptx::cta_id() == 0) announce_empty_chunks<C>(p, epoch);
-            Combiner<C>(p, epoch).run(tracer);
-            if (warp == 3 && ptx::cta_id() == 0) await_all_ranks(p, epoch);
-        }
-    } else {
-        ptx::grow_registers<C::kMathRegisters>();
-        Tracer<C::kTrace> tracer(p.trace, warp < 8 ? TraceRole::kMath0 : TraceRole::kMath1,
-                                 ptx::thread_id() % 128 == 0);
-        multiply_tiles<C>(p, shared, tracer);
-        Combiner<C>(p, epoch).run(tracer);
-    }
-    __syncwarp();
-    // A CTA whose shared memory is gone can take no more arrivals and no more multicast of the other.
-    ptx::cluster_sync();
-    if (abort_word(p.route.endpoint) != 0) poison<C>(p.out, std::int64_t{p.route.num_tokens} * p.hidden * 2);
+    run_forward<C>(p, raw);
 }
 
 }  // namespace mega_moe::device

@@ -17,15 +17,22 @@ inline constexpr uint64_t kStepOf64Rows = 64 * kOperandRowBytes / 16;
 template <Major M>
 inline constexpr uint64_t kStepOfInstruction = (M == Major::kK ? 32 : 16 * kOperandRowBytes) / 16;
 
+// The high word of each: the swizzle, and the distance of eight rows.
+inline constexpr uint32_t kDescriptorHigh = uint32_t{1} << 30 | 8 * kOperandRowBytes / 16;
+
+// The low word.
 template <Major M>
-__device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
-    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-    constexpr uint64_t kEightRows = uint64_t{8 * kOperandRowBytes / 16} << 32;
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t shared) {
     // From 64 elements of M or N to the next; K-major ignores it.
-    constexpr uint64_t kNextBlock = (M == Major::kK ? 1 : kStepOf64Rows) << 16;
+    constexpr auto kNextBlock = static_cast<uint32_t>((M == Major::kK ? 1 : kStepOf64Rows) << 16);
     // In a cluster the address carries the block's rank above bit 24, which would spill into the field of
     // kNextBlock: right in K-major, garbage in MN-major, in odd blocks only.
-    return kSwizzle128 | kEightRows | kNextBlock | (shared & 0x3FFFF) >> 4;
+    return kNextBlock | (shared & 0x3FFFF) >> 4;
+}
+
+template <Major M>
+__device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
+    return uint64_t{kDescriptorHigh} << 32 | descriptor_low<M>(shared);
 }
 
 }  // namespace mega_moe::device

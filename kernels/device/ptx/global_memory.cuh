@@ -19,6 +19,10 @@ __device__ __forceinline__ void store(void* address, uint4 v) {
                  : "memory");
 }
 
+__device__ __forceinline__ void store(void* address, uint2 v) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ void store(float* address, float a, float b) {
     asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b) : "memory");
 }

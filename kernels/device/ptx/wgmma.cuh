@@ -1,8 +1,16 @@
 #pragma once
+#include <cstdint>
 
 // What surrounds the products of a warpgroup; all its threads execute it. The products themselves are in
 // wgmma_bf16.cuh and wgmma_e4m3.cuh.
 namespace mega_moe::device::ptx {
+
+// 0, which the compiler does not know.
+__device__ __forceinline__ uint32_t opaque_zero() {
+    uint32_t zero;
+    asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+    return zero;
+}
 
 // Before the first product after the accumulators were touched.
 __device__ __forceinline__ void wgmma_fence() {

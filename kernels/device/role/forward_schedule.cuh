@@ -18,6 +18,10 @@ namespace mega_moe::device {
 template <int Stages, bool Trace, bool Saves>
 using ForwardConfig = LayerConfig<Stages, Trace, Saves, layout::kTileRing, 1, 136, 184>;
 
+// A thread of its math warps holds 128 sums and 64 partial sums.
+template <int Stages, bool Trace>
+using QuantisedForwardConfig = LayerConfig<Stages, Trace, false, layout::kTileRing, 1, 88, 208, true>;
+
 // What the scheduler tells the other warps of its CTA of a tile.
 struct TileRecord {
     std::int32_t kind;  // TileKind

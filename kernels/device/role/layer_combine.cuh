@@ -82,7 +82,7 @@ class Combiner {
             const RowSum sum = pushes ? push_sum() : home_sum();
             // What the lanes have seen of counters and flags holds for the whole warp.
             __syncwarp();
-            sum_rows(sum, p.hidden);
+            sum_rows<C::kSumLoads>(sum, p.hidden);
             if (pushes)
                 beside.push(from_, view_, bad_);
             else

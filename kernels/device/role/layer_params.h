@@ -6,10 +6,11 @@
 
 namespace mega_moe::device {
 
-// Rows that travel from the tokens' ranks to those of their experts.
+// Rows that travel from the tokens' ranks to those of their experts. In bf16; those of a quantised layer are
+// made e4m3 on their way into the symmetric buffer.
 struct MovedRows {
     const std::byte* from;  // the caller's, bf16 [num_tokens, hidden]
-    std::byte* pool;        // bf16, by slot
+    std::byte* pool;        // by slot
     std::int64_t staged;    // offset of the rank's copy in each symmetric buffer
 };
 
@@ -24,6 +25,7 @@ struct SavedGateUp {
 struct LayerParams {
     RouteParams route;
     MovedRows moved[2];       // x; dy in the backward alone
+    MovedRows moved_scales;   // of a quantised layer: scale factors of x, fp32 [., hidden / 128]
     const std::byte* summed;  // pool of the rows that are summed over a token's experts
     SavedGateUp saved;        // where the kernel is the form that saves
     std::byte* out;           // the caller's, the sums: bf16 [num_tokens, hidden]

@@ -1,13 +1,13 @@
 #pragma once
 #include <cstdint>
 
-#include "device/comm/wait.cuh"
 #include "device/pipe/trace.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/global_memory.cuh"
-#include "device/role/layer_rows.cuh"
 #include "device/role/layer_shared.cuh"
+#include "device/role/layer_source.cuh"
+#include "device/role/quantised_pull.cuh"
 
 // Dispatch: rows of x, and of dy in the backward, from their ranks into the pools, each token once, whatever
 // number of experts it has here.
@@ -21,59 +21,6 @@ struct PullPiece {
     int bytes;
     bool last;  // of the token
 };
-
-// Where a token's row is read.
-__device__ __forceinline__ const std::byte* row_source(const LayerParams& p, int moved, const TokenRows& t,
-                                                       int row_bytes) {
-    const Endpoint& e = p.route.endpoint;
-    const MovedRows& m = p.moved[moved];
-    const std::byte* from = e.num_ranks > 1 ? e.at<const std::byte>(t.rank, m.staged) : m.from;
-    return from + std::int64_t{t.token} * row_bytes;
-}
-
-// One warp: until all ranks have staged all of their x, which they do before they route. After a fault
-// nothing is there any more.
-__device__ __forceinline__ void await_staged_x(const LayerParams& p, std::uint64_t epoch, bool& lost) {
-    const RouteParams& r = p.route;
-    const Endpoint& e = r.endpoint;
-    if (e.num_ranks == 1) return;
-    for (int rank = 0; rank < e.num_ranks; ++rank) {
-        const auto tokens = table_word(r.summary, layout::kSummaryWords + rank);
-        const auto blocks = static_cast<int>(layout::num_blocks(tokens));
-        for (int block = static_cast<int>(ptx::lane_id()); block < blocks; block += 32) {
-            const std::int64_t index = std::int64_t{rank} * r.max_blocks + block;
-            const std::uint64_t* flag = e.at<std::uint64_t>(e.rank, p.x_flags) + index;
-            std::uint64_t seen;
-            if (lost || wait_for(e, [&] { return ptx::load_acquire_sys(flag); }, epoch, e.progress_ns, seen))
-                continue;
-            give_up(e, epoch,
-                    {Role::kPullSource, Kind::kProgress, static_cast<std::uint64_t>(index), seen, epoch});
-            lost = true;
-        }
-        lost = ptx::any(lost);
-    }
-    ptx::fence_proxy_async_global();
-    __syncwarp();
-}
-
-// One warp: until the part of the pools that a chunk takes is free again.
-__device__ __forceinline__ void await_free_chunk(const LayerParams& p, std::uint64_t epoch, int chunk,
-                                                 bool& lost) {
-    if (chunk < 2) return;
-    const Endpoint& e = p.route.endpoint;
-    const std::uint32_t* sent = p.counters + p.sent + chunk - 2;
-    const auto wanted = static_cast<std::uint64_t>(view_chunk(p, chunk - 2).residents);
-    if (ptx::lane_id() == 0 && !lost) {
-        std::uint64_t seen;
-        const auto load = [&] { return static_cast<std::uint64_t>(ptx::load_acquire_gpu(sent)); };
-        if (!wait_for(e, load, wanted, e.progress_ns, seen)) {
-            give_up(e, epoch,
-                    {Role::kChunkFree, Kind::kProgress, static_cast<std::uint64_t>(chunk), seen, wanted});
-            lost = true;
-        }
-    }
-    lost = ptx::any(lost);
-}
 
 // One warp: its share of the rows of a chunk, in the order of `Rows`, by bulk copies through its buffers. The
 // loads of the next pieces are under way while a piece is stored.
@@ -160,7 +107,7 @@ class Puller {
         if (lane() == 0) {
             ptx::mbarrier_arrive_expect(shared.pulled(loading_.at), static_cast<std::uint32_t>(piece.bytes));
             ptx::bulk_load(shared.pull_buffer(loading_.at),
-                           row_source(p, piece.moved, piece.of, row_bytes) + piece.offset,
+                           row_source<C>(p, p.moved[piece.moved], piece.of, row_bytes) + piece.offset,
                            static_cast<std::uint32_t>(piece.bytes), shared.pulled(loading_.at));
         }
         __syncwarp();
@@ -206,13 +153,13 @@ __device__ __forceinline__ int first_copied(const LayerParams& p) {
 template <class C, class Rows>
 __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView& view, Rows rows) {
     constexpr int kVectors = 8;  // in flight per lane
-    const int row_bytes = p.hidden * 2;
+    const int row_bytes = p.hidden * C::kElementBytes;
     const int lane_bytes = static_cast<int>(ptx::lane_id()) * 16;
     TokenRows t{};
     for (int i = 0; i < p.first_per_warp && rows.next(t); ++i) {
 #pragma unroll 1
         for (int moved = 0; moved < C::kMoved; ++moved) {
-            const std::byte* from = row_source(p, moved, t, row_bytes);
+            const std::byte* from = row_source<C>(p, p.moved[moved], t, row_bytes);
             for (int at = lane_bytes; at < row_bytes; at += kVectors * 512) {
                 uint4 v[kVectors];
 #pragma unroll
@@ -229,6 +176,8 @@ __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView&
                 }
             }
         }
+        if constexpr (C::kQuantised)
+            copy_scales(p, view, t, row_source<C>(p, p.moved_scales, t, p.hidden / 32));
         ptx::fence_proxy_async_global();
         __syncwarp();
         if (static_cast<int>(ptx::lane_id()) < t.rows)
@@ -240,7 +189,7 @@ __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView&
 template <class C>
 __device__ __forceinline__ void copy_first_rows(const LayerParams& p, std::uint64_t epoch) {
     bool lost = false;
-    await_staged_x(p, epoch, lost);
+    await_staged_x<C>(p, epoch, lost);
     if (lost) return;
     const ChunkView view = view_chunk(p, 0);
     const int warp = static_cast<int>(ptx::thread_id()) / 32;
@@ -276,10 +225,17 @@ __device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShare
             puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);
         }
     };
-    if (p.route.endpoint.num_ranks == 1)
+    const bool alone = p.route.endpoint.num_ranks == 1;
+    if constexpr (C::kQuantised) {
+        if (alone)
+            pull_all(QuantisedPuller<C, SlotsByWindow>(p, shared));
+        else
+            pull_all(QuantisedPuller<C, TokensInOrder>(p, shared));
+    } else if (alone) {
         pull_all(Puller<C, SlotsInOrder>(p, shared));
-    else
+    } else {
         pull_all(Puller<C, TokensInOrder>(p, shared));
+    }
 }
 
 }  // namespace mega_moe::device

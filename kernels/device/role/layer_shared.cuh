@@ -13,8 +13,9 @@ namespace mega_moe::device {
 
 // Compile-time facts of a layer's kernel. Each of two math warpgroups takes half of the rows of every tile.
 // The form that `Saves` can leave gate and up in memory, or find them there. The scheduler is `Ring` tiles
-// ahead at most; `Moved` tensors travel to the experts.
-template <int Stages, bool Trace, bool Saves, int Ring, int Moved, int CommRegisters, int MathRegisters>
+// ahead at most; `Moved` tensors travel to the experts. Quantised: x, h and the weights are e4m3.
+template <int Stages, bool Trace, bool Saves, int Ring, int Moved, int CommRegisters, int MathRegisters,
+          bool Quantised = false>
 struct LayerConfig {
     static constexpr int kStages = Stages;
     static constexpr bool kTrace = Trace;
@@ -25,16 +26,19 @@ struct LayerConfig {
     static constexpr int kCommRegisters = CommRegisters;
     static constexpr int kMathRegisters = MathRegisters;
     static_assert(kCommRegisters + 2 * kMathRegisters <= 504, "registers at launch");
+    static constexpr int kSumLoads = kCommRegisters > 100 ? 8 : 4;
 
-    static constexpr int kBlockK = 64;  // 128 bytes, one row of the swizzle
+    static constexpr bool kQuantised = Quantised;
+    static constexpr int kElementBytes = Quantised ? 1 : 2;  // of x, h and the weights
+    static constexpr int kBlockK = 128 / kElementBytes;      // one row of the swizzle
     static constexpr int kBytesA = layout::kStageBytesA;
     static constexpr int kBytesB = layout::kStageBytesB;
     static constexpr int kStageBytes = kBytesA + kBytesB;
-    static constexpr int kPullBuffers = layout::kPullBuffers;
-    static constexpr int kPullBytes = layout::kPullBytes;
     static constexpr int kRing = Ring;
     static constexpr int kMoved = Moved;
-    static constexpr layout::LayerShared kAt = layout::make_layer_shared(Stages);
+    static constexpr layout::LayerShared kAt = layout::make_layer_shared(Stages, Quantised);
+    static constexpr int kPullBuffers = kAt.pull_buffers;
+    static constexpr int kPullBytes = kAt.pull_bytes;
     static_assert(kAt.total <= 232448, "shared memory of a block");
     static_assert(kRing <= layout::kTileRing, "records");
     static_assert(kOperandRowBytes == 128, "stages");
@@ -58,6 +62,25 @@ struct LayerShared {
     }
     __device__ __forceinline__ std::uint32_t pull_buffer(int i) const {
         return base + C::kAt.pull + i * C::kPullBytes;
+    }
+    // Scale factors, in a quantised layer alone.
+    __device__ __forceinline__ std::uint32_t x_scales(int buffer) const {
+        return base + C::kAt.x_scales + buffer * layout::kXScaleBytes;
+    }
+    __device__ __forceinline__ std::uint32_t h_scales(int stage) const {
+        return base + C::kAt.h_scales + stage * layout::kHScaleBytes;
+    }
+    __device__ __forceinline__ std::uint32_t column_scales(int stage) const {
+        return base + C::kAt.column_scales + stage * layout::kColumnScaleBytes;
+    }
+    __device__ __forceinline__ std::uint32_t store_scales(int warp) const {
+        return base + C::kAt.store_scales + warp * layout::kStoreScaleBytes;
+    }
+    __device__ __forceinline__ std::uint32_t pull_scales(int buffer) const {
+        return base + C::kAt.pull_scales + buffer * layout::kPullScaleBytes;
+    }
+    __device__ __forceinline__ std::uint32_t* piece(int i) const {
+        return reinterpret_cast<std::uint32_t*>(generic + C::kAt.pieces + i * layout::kPullPieceBytes);
     }
     __device__ __forceinline__ std::byte* record(int i) const {
         return generic + C::kAt.ring + i * layout::kTileRecordBytes;
@@ -91,7 +114,8 @@ struct LayerShared {
         for (int i = 0; i < layout::kMathWarps; ++i)
             reinterpret_cast<std::uint32_t*>(generic + C::kAt.written)[i] = 0;
         for (int i = 0; i < C::kStages; ++i) {
-            ptx::mbarrier_init(full(i), 1);
+            // Scale factors of columns come by a copy that counts by itself.
+            ptx::mbarrier_init(full(i), C::kQuantised ? 2 : 1);
             // The warps that read the stage, of both CTAs: the loads of either fill both.
             ptx::mbarrier_init(empty(i), layout::kMathWarps * C::kClusterSize);
         }

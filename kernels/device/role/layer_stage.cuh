@@ -6,6 +6,8 @@
 #include "device/ptx/ordered_memory.cuh"
 #include "device/ptx/special_registers.cuh"
 #include "device/role/layer_params.h"
+#include "device/role/stage_quantise.cuh"
+#include "layout/staging.h"
 
 namespace mega_moe::device {
 
@@ -26,23 +28,65 @@ __device__ __forceinline__ void copy_block(const std::byte* from, std::byte* to,
     }
 }
 
+// All threads: this CTA's share of some rows. What is quantised next is on its way meanwhile.
+template <int Threads>
+__device__ __forceinline__ void quantise_share(const QuantisedRows& rows, std::uint32_t share,
+                                               std::uint32_t shares) {
+    constexpr std::uint32_t kTile = Threads / 32 * kGroupsPerWarp;
+    const std::uint32_t step = shares * kTile;
+    std::uint32_t group = share * kTile + ptx::thread_id() / 32 * kGroupsPerWarp;
+    uint4 v[kQuad];
+    load_groups(rows, group, v);
+#pragma unroll 1
+    for (; group < rows.num_groups; group += step) {
+        uint4 next[kQuad];
+        load_groups(rows, group + step, next);
+        quantise_groups(rows, group, v);
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i)
+            v[i] = next[i];
+    }
+}
+
+// The groups of an own run of tokens, and where their codes and scale factors are staged.
+__device__ __forceinline__ QuantisedRows staged_groups(const LayerParams& p, std::int64_t first, int tokens) {
+    const Endpoint& e = p.route.endpoint;
+    const std::int64_t groups = p.hidden / layout::kQuantGroup;
+    return {p.moved[0].from + first * p.hidden * 2,
+            e.at<std::byte>(e.rank, p.moved[0].staged) + first * p.hidden,
+            e.at<float>(e.rank, p.moved_scales.staged) + first * groups,
+            static_cast<std::uint32_t>(tokens * groups)};
+}
+
 // All threads: this CTA's blocks of what travels into the symmetric buffer, where the other ranks find them,
-// and a flag to every rank for each. Nothing to copy when the caller's rows lie there already.
+// and a flag to every rank for each. Nothing to copy when the caller's rows lie there already. A quantised
+// layer's rows come by way of the buffer with one rank too.
 template <class C>
 __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t epoch) {
     const Endpoint& e = p.route.endpoint;
-    if (e.num_ranks == 1) return;
+    if (e.num_ranks == 1) {
+        if constexpr (C::kQuantised) {
+            quantise_share<C::kThreads>(staged_groups(p, 0, p.route.num_tokens), ptx::cta_id(),
+                                        ptx::num_ctas());
+            ptx::fence_proxy_async_global();
+        }
+        return;
+    }
     const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
     const auto blocks = static_cast<int>(layout::num_blocks(p.route.num_tokens));
     for (int block = static_cast<int>(ptx::cta_id()); block < blocks;
          block += static_cast<int>(ptx::num_ctas())) {
         const int first = block * layout::kBlockTokens;
         const int tokens = min(layout::kBlockTokens, p.route.num_tokens - first);
+        if constexpr (C::kQuantised) {
+            quantise_share<C::kThreads>(staged_groups(p, first, tokens), 0, 1);
+        } else {
 #pragma unroll
-        for (int i = 0; i < C::kMoved; ++i)
-            copy_block<C::kThreads>(p.moved[i].from + first * row_bytes,
-                                    e.at<std::byte>(e.rank, p.moved[i].staged) + first * row_bytes,
-                                    tokens * row_bytes);
+            for (int i = 0; i < C::kMoved; ++i)
+                copy_block<C::kThreads>(p.moved[i].from + first * row_bytes,
+                                        e.at<std::byte>(e.rank, p.moved[i].staged) + first * row_bytes,
+                                        tokens * row_bytes);
+        }
         ptx::fence_proxy_async_global();
         __syncthreads();
         if (static_cast<int>(ptx::thread_id()) < e.num_ranks) {

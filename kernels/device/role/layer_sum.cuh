@@ -31,9 +31,9 @@ struct RowSum {
     bool poison;
 };
 
-// out = row 0 + row 1 + ... in fp32, in this order, rounded once; zeros for no rows. Steps of 256 columns from
-// byte `at` on, as long as there are `Steps` of them: then every load has its register, where a load under a
-// predicate went to local memory. A lane has Rows x Steps loads in flight, each of 16 bytes.
+// out = row 0 + row 1 + ... in fp32, in this order, rounded once; zeros for no rows. Steps of 256 columns
+// from byte `at` on, as long as there are `Steps` of them: then every load has its register, where a load
+// under a predicate went to local memory. A lane has Rows x Steps loads in flight, each of 16 bytes.
 template <int Rows, int Steps>
 __device__ __forceinline__ void sum_steps(const RowSum& s, int row_bytes, int& at) {
     constexpr int kStepBytes = 32 * 16;
@@ -46,7 +46,8 @@ __device__ __forceinline__ void sum_steps(const RowSum& s, int row_bytes, int& a
 #pragma unroll
             for (int i = 0; i < Rows; ++i) {
                 const std::byte* from =
-                    s.rows + __shfl_sync(ptx::kAllLanes, s.row, first + i) * std::int64_t{row_bytes} + lane_at;
+                    s.rows + __shfl_sync(ptx::kAllLanes, s.row, first + i) * std::int64_t{row_bytes} +
+                    lane_at;
                 if (Rows > 1 && first + i >= s.count) continue;
 #pragma unroll
                 for (int step = 0; step < Steps; ++step)
@@ -79,17 +80,19 @@ __device__ __forceinline__ void sum_rows_by(const RowSum& s, int hidden) {
     sum_steps<Rows, 1>(s, hidden * 2, at);
 }
 
-// By one warp. A sum takes as long as its loads wait, so as many are under way as there are registers for.
+// By one warp. A sum takes as long as its loads wait, so as many are under way as there are registers for:
+// `Loads` of a lane, of more than four rows twice as many.
+template <int Loads>
 __device__ __forceinline__ void sum_rows(const RowSum& s, int hidden) {
     if (s.out == nullptr) return;
     if (s.count == 1)
-        sum_rows_by<1, 8>(s, hidden);
+        sum_rows_by<1, Loads>(s, hidden);
     else if (s.count == 2)
-        sum_rows_by<2, 4>(s, hidden);
+        sum_rows_by<2, Loads / 2>(s, hidden);
     else if (s.count <= 4)
-        sum_rows_by<4, 2>(s, hidden);
+        sum_rows_by<4, Loads / 4>(s, hidden);
     else
-        sum_rows_by<8, 2>(s, hidden);
+        sum_rows_by<8, Loads / 4>(s, hidden);
 }
 
 }  // namespace mega_moe::device

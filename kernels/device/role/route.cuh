@@ -31,7 +31,7 @@ struct NoWork {
 };
 
 // All threads: learns the number of the launch and, with several ranks, opens it with them. `meanwhile` is
-// called with that number by all threads, once the own ids are out.
+// called with that number by all threads, once the own ids are out, if any are to go.
 template <int Threads, class Work>
 __device__ __forceinline__ void begin_route(const RouteParams& p, RouteMemory& m, const Work& meanwhile) {
     const Endpoint& e = p.endpoint;
@@ -57,14 +57,18 @@ __device__ __forceinline__ void begin_route(const RouteParams& p, RouteMemory& m
          group += static_cast<int>(gridDim.x))
         for (int i = static_cast<int>(threadIdx.x); i < columns; i += Threads)
             p.group_counts[(bank + group) * columns + i] = 0;
-    if (e.num_ranks == 1 || m.state.lost != 0) return;
-    if (blockIdx.x == 0) send_header(p, m.state.epoch);
-    // Either way the threads meet, so that all have read the state before the first warp writes it.
-    if (p.refuse)
-        __syncthreads();
-    else
-        publish_blocks<Threads>(p, m.state.epoch);
+    if (m.state.lost != 0) return;
+    const bool alone = e.num_ranks == 1;
+    if (!alone) {
+        if (blockIdx.x == 0) send_header(p, m.state.epoch);
+        // Either way the threads meet, so that all have read the state before the first warp writes it.
+        if (p.refuse)
+            __syncthreads();
+        else
+            publish_blocks<Threads>(p, m.state.epoch);
+    }
     meanwhile(m.state.epoch);
+    if (alone) return;
     if (threadIdx.x < 32) await_headers(p, m.state);
     __syncthreads();
 }

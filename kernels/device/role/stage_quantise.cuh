@@ -3,9 +3,9 @@
 
 #include "device/base/group_scale.cuh"
 #include "device/ptx/bf16x2.cuh"
-#include "device/ptx/e4m3.cuh"
 #include "device/ptx/global_memory.cuh"
 #include "device/role/stage_params.h"
+#include "device/tile/e4m3_vector.cuh"
 #include "layout/staging.h"
 
 namespace mega_moe::device {
@@ -21,11 +21,6 @@ inline constexpr uint32_t kWholeWarp = 0xFFFFFFFFu;
 // those of i.
 __device__ constexpr int scale_lane(int i) {
     return (i & 2) * 4 + (i & 1);
-}
-
-// Largest magnitude per half of the register, with a sign that means nothing.
-__device__ __forceinline__ uint32_t amax_of_vector(uint4 v) {
-    return ptx::max_abs_nan_bf16x2(ptx::max_abs_nan_bf16x2(v.x, v.y), ptx::max_abs_nan_bf16x2(v.z, v.w));
 }
 
 // The amax of this lane's parts of the groups of two vectors, the first in the low half. bf16 holds it
@@ -51,16 +46,6 @@ __device__ __forceinline__ float amax_of_own_group(const uint4 (&v)[kQuad], int 
     return (lane & 1) != 0 ? ptx::high_bf16(amax) : ptx::low_bf16(amax);
 }
 
-// Eight elements to e4m3, the lowest address in the low byte.
-__device__ __forceinline__ uint2 quantise_vector(uint4 v, float high, float low) {
-    const auto quotient = [&](float x) { return divide_by_scale(x, high, low); };
-    const auto four = [&](uint32_t a, uint32_t b) {
-        return ptx::convert_e4m3x4(quotient(ptx::low_bf16(a)), quotient(ptx::high_bf16(a)),
-                                   quotient(ptx::low_bf16(b)), quotient(ptx::high_bf16(b)));
-    };
-    return {four(v.x, v.y), four(v.z, v.w)};
-}
-
 // Lanes 2n and 2n+1 hold 8 codes each of both vectors of a pair. They swap, so that the even lane has 16
 // codes of the first vector to store and the odd lane 16 of the second.
 __device__ __forceinline__ uint4 swap_codes(uint2 first, uint2 second, bool odd) {
@@ -69,28 +54,46 @@ __device__ __forceinline__ uint4 swap_codes(uint2 first, uint2 second, bool odd)
     return odd ? uint4{got.x, got.y, second.x, second.y} : uint4{first.x, first.y, got.x, got.y};
 }
 
-// Quantises one tile: each warp takes kQuad consecutive loads of 512 bytes, which are 8 groups.
-template <class Config>
-__device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t tile) {
-    static_assert(Config::kVectors == kQuad, "a warp reduces its vectors as one quad");
-    constexpr int kGroups = 2 * kQuad;
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int half = lane / kLanesPerGroup;
-    const uint32_t first_group = (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroups;
-    if (first_group >= p.num_groups) return;
-    const int groups_left = static_cast<int>(min(p.num_groups - first_group, uint32_t{kGroups})) - half;
+// Rows to quantise, each of whole groups, and where they go.
+struct QuantisedRows {
+    const void* x;  // bf16
+    void* codes;    // e4m3
+    float* scales;  // one per group
+    uint32_t num_groups;
+};
 
-    const uint4* source = static_cast<const uint4*>(p.x) + size_t{first_group} * kLanesPerGroup + lane;
-    uint4 v[kQuad];
+inline constexpr uint32_t kGroupsPerWarp = 2 * kQuad;
+
+// Groups from `first_group` on that are there for this half of the warp, which has every second one.
+__device__ __forceinline__ int groups_of_half(const QuantisedRows& rows, uint32_t first_group) {
+    if (first_group >= rows.num_groups) return 0;
+    const auto half = static_cast<int>(threadIdx.x % 32) / kLanesPerGroup;
+    return static_cast<int>(min(rows.num_groups - first_group, kGroupsPerWarp)) - half;
+}
+
+// One warp: loads the groups from `first_group` on, in kQuad consecutive loads of 512 bytes, which are 8
+// groups.
+__device__ __forceinline__ void load_groups(const QuantisedRows& rows, uint32_t first_group,
+                                            uint4 (&v)[kQuad]) {
+    const int groups_left = groups_of_half(rows, first_group);
+    const uint4* source =
+        static_cast<const uint4*>(rows.x) + size_t{first_group} * kLanesPerGroup + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i)
         v[i] = 2 * i < groups_left ? ptx::load_stream(source + i * 32) : uint4{0, 0, 0, 0};
+}
 
+// One warp: quantises what load_groups has loaded.
+__device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint32_t first_group,
+                                                uint4 (&v)[kQuad]) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int half = lane / kLanesPerGroup;
+    const int groups_left = groups_of_half(rows, first_group);
     const GroupScale own = make_group_scale(amax_of_own_group(v, lane));
     const bool odd = (lane & 1) != 0;
     if ((lane & 6) == 0) {
         const int i = (lane & 8) / 4 + (lane & 1);
-        if (2 * i < groups_left) p.staged_sf[first_group + 2 * i + half] = own.scale;
+        if (2 * i < groups_left) rows.scales[first_group + 2 * i + half] = own.scale;
     }
     if (__any_sync(kWholeWarp, own.lift != 1.0f)) {
 #pragma unroll
@@ -99,7 +102,7 @@ __device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t ti
             v[i] = ptx::scale_bf16x8(v[i], lift);
         }
     }
-    uint4* target = static_cast<uint4*>(p.staged_x) + size_t{first_group} * (layout::kQuantGroup / 16) +
+    uint4* target = static_cast<uint4*>(rows.codes) + size_t{first_group} * (layout::kQuantGroup / 16) +
                     lane / 2 + (odd ? 16 : 0);
 #pragma unroll
     for (int i = 0; i < kQuad; i += 2) {
@@ -112,6 +115,18 @@ __device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t ti
         const uint4 stored = swap_codes(codes[0], codes[1], odd);
         if (2 * (i + odd) < groups_left) ptx::store(target + i * 16, stored);
     }
+}
+
+// Quantises one tile of the staging kernel.
+template <class Config>
+__device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t tile) {
+    static_assert(Config::kVectors == kQuad, "a warp reduces its vectors as one quad");
+    const QuantisedRows rows{p.x, p.staged_x, p.staged_sf, p.num_groups};
+    const uint32_t first_group = (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroupsPerWarp;
+    if (first_group >= rows.num_groups) return;
+    uint4 v[kQuad];
+    load_groups(rows, first_group, v);
+    quantise_groups(rows, first_group, v);
 }
 
 }  // namespace mega_moe::device

@@ -15,7 +15,8 @@ int main(int count, char** arguments) {
                   {"layouts", test_layouts},
                   {"saved_gate_up", test_saved_gate_up},
                   {"select", test_select},
-                  {"staging", test_staging}};
+                  {"staging", test_staging},
+                  {"weight_block", test_weight_block}};
     CHECK(count == 2, "got %d arguments, want the name of a suite", count - 1);
     for (const auto& suite : suites) {
         if (std::strcmp(suite.name, arguments[1]) != 0) continue;

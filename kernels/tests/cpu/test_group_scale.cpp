@@ -123,9 +123,31 @@ void test_infinity_and_nan() {
     CHECK(std::isnan(divide_by_scale(1.0f * n.lift, n.high, n.low)), "quotient by NaN");
 }
 
+// The smallest power of two that does not lift a code above 448, for every amax; quotients by it are exact
+// where they are not denormal.
+void test_powers_of_two() {
+    for (std::uint32_t amax_bits = 0; amax_bits < kInfinity; ++amax_bits) {
+        const float amax = from_bf16(amax_bits);
+        const GroupScale g = make_group_scale(amax, true);
+        const float least = make_group_scale(amax).scale;
+        int exponent = 0;
+        CHECK(std::frexp(g.scale, &exponent) == 0.5f, "scale of %a is %a", amax, g.scale);
+        CHECK(least <= g.scale && (g.scale / 2 < least || g.scale == 0x1p-149f),
+              "scale of %a is %a, least %a", amax, g.scale, least);
+        for (std::uint32_t drop = 0; drop <= 20 * 128 && drop <= amax_bits; ++drop) {
+            check_pair(amax, from_bf16(amax_bits - drop), g);
+            check_pair(amax, -from_bf16(amax_bits - drop), g);
+        }
+    }
+    const float infinity = std::numeric_limits<float>::infinity();
+    CHECK(make_group_scale(infinity, true).scale == infinity, "scale of Inf");
+    CHECK(std::isnan(make_group_scale(std::numeric_limits<float>::quiet_NaN(), true).scale), "scale of NaN");
+}
+
 }  // namespace
 
 void test_group_scale() {
+    test_powers_of_two();
     test_encoder();
     test_all_finite_pairs();
     test_amax_without_a_scale();

@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "cpu/check.h"
+#include "layout/layer_shared.h"
 #include "layout/route_shared.h"
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
@@ -93,6 +94,81 @@ void test_work() {
                 }
 }
 
+// Of a layer whose x and h are e4m3.
+void test_quantised() {
+    for (const bool backward : {false, true}) {
+        layout::SymmetricShape s = symmetric(1);
+        s.backward = backward;
+        const std::int64_t plain = layout::make_symmetric(s).parts[layout::kStaging].bytes;
+        s.quantise = true;
+        const std::int64_t quantised = layout::make_symmetric(s).parts[layout::kStaging].bytes;
+        CHECK(backward ? quantised == plain : quantised < plain * 3 / 5, "%lld of %lld bytes are staged",
+              static_cast<long long>(quantised), static_cast<long long>(plain));
+
+        layout::WorkspaceShape w = workspace(1, whole_pool(1));
+        w.intermediate = 768;
+        w.backward = backward;
+        const auto of_bf16 = layout::make_workspace(w);
+        w.quantise = true;
+        const auto of_e4m3 = layout::make_workspace(w);
+        check_parts(of_e4m3, false);
+        const std::int64_t rows = w.pools() * w.pool_rows;
+        const std::int64_t element = backward ? 2 : 1;
+        CHECK(of_e4m3.parts[layout::kXPool].bytes == rows * kHidden * element, "x pool");
+        CHECK(of_e4m3.parts[layout::kHPool].bytes == rows * 768 * element, "h pool");
+        CHECK(of_e4m3.parts[layout::kOPool].bytes == of_bf16.parts[layout::kOPool].bytes, "o pool");
+        CHECK(of_e4m3.parts[layout::kXScalePool].bytes == rows * kHidden / 128 * 4, "scale factors of x");
+        CHECK(of_e4m3.parts[layout::kHScalePool].bytes == rows * 768 / 128 * 4, "scale factors of h");
+        CHECK(of_bf16.parts[layout::kXScalePool].bytes == 0 && of_bf16.parts[layout::kHScalePool].bytes == 0,
+              "scale factors without quantisation");
+    }
+}
+
+// What copies go to starts where they may: boxes of a tensor on 128 bytes, with the swizzle on 1024, others
+// on 16.
+void test_shared() {
+    for (const bool quantised : {false, true}) {
+        const layout::LayerShared s = layout::make_layer_shared(4, quantised);
+        CHECK(s.store % 1024 == 0, "store buffers at %d", s.store);
+        CHECK(s.pull % 16 == 0 && s.pull_bytes % 16 == 0, "pull buffers at %d", s.pull);
+        CHECK(s.barriers % 8 == 0 && s.ring % 16 == 0 && s.epoch % 8 == 0, "barriers at %d", s.barriers);
+        CHECK(s.total <= 232448, "%d bytes of shared memory", s.total);
+        const int scales = s.ring - s.pull - s.pull_buffers * s.pull_bytes;
+        CHECK(quantised || scales == 0, "%d bytes of scale factors in bf16", scales);
+    }
+    const layout::LayerShared s = layout::make_layer_shared(4, true);
+    CHECK(s.x_scales % 128 == 0 && layout::kXScaleBytes % 128 == 0, "scale factors of x at %d", s.x_scales);
+    CHECK(s.h_scales % 16 == 0 && s.store_scales % 16 == 0, "scale factors of h at %d", s.h_scales);
+    CHECK(s.pull_scales % 16 == 0 && layout::kPullScaleBytes % 16 == 0, "pulled scale factors at %d",
+          s.pull_scales);
+}
+
+// The buffers of x's scale factors are used in turn without a barrier of their own: a k-block is loaded when
+// the one `stages` before it is released, and its scale factors must not take the place of some that are
+// still read.
+void test_scale_buffers() {
+    constexpr int kStages = 4;
+    for (const int hidden_blocks : {4, 8, 16, 56})
+        for (const int intermediate_blocks : {1, 2, 5, 6, 12}) {
+            int last_use[layout::kXScaleBuffers];
+            for (int& use : last_use)
+                use = -kStages;
+            int next = 0;
+            int k_block = 0;
+            for (const char kind : {'u', 'u', 'd', 'u', 'd', 'd', 'd', 'u', 'u', 'u', 'd', 'u'}) {
+                const bool down = kind == 'd';
+                for (int i = 0; i < (down ? intermediate_blocks : hidden_blocks); ++i, ++k_block) {
+                    if (!down && i % layout::kScaleBlocks == 0) {
+                        next = (next + 1) % layout::kXScaleBuffers;
+                        CHECK(last_use[next] <= k_block - kStages,
+                              "scale factors of k-block %d are still read", last_use[next]);
+                    }
+                    if (!down) last_use[next] = k_block;
+                }
+            }
+        }
+}
+
 }  // namespace
 
 void test_layouts() {
@@ -117,6 +193,9 @@ void test_layouts() {
             check_parts(layout::make_workspace(w), canaries);
         }
     }
+    test_quantised();
+    test_shared();
+    test_scale_buffers();
     test_chunks();
     test_work();
 }

@@ -30,10 +30,11 @@ DEEP_GEMM_CAPABILITIES = ((9, 0), (10, 0))
 
 _WHAT_TO_INSTALL = ": `mega-moe doctor` says what to install"
 _NO_MXFP8 = "precision mxfp8 needs Blackwell kernels, which do not exist yet"
-# Precisions of the two directions, where they are not the request's own.
-_DIRECTIONS = {"fp8_bwd": ("bf16", "fp8")}
-# Precisions in which torch's grouped products can stand in for a backward kernel: the numerics are the same.
-_GROUPED_BACKWARD = ("bf16",)
+# What stands in for a backward kernel, by its precision: the numerics are the same.
+_STAND_INS = {
+    "bf16": "runs on torch's grouped products",
+    "fp8": "is emulated by plain operators, slowly",
+}
 
 
 @dataclass(frozen=True)
@@ -143,28 +144,35 @@ def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[st
     reasons = list(_tiles(request, variants))
     if request.dtype != "bfloat16":
         reasons.append(f"takes bfloat16 inputs, got {request.dtype}")
-    for op, precision in zip(("forward", "backward"), _directions(request), strict=True):
-        if not any(v.op == op and v.precision == precision for v in variants) and not (
-            op == "backward" and precision in _GROUPED_BACKWARD
-        ):
-            reasons.append(f"this wheel holds no fused {op} kernel in {precision}")
+    for op, precision in _needed(request):
+        if not any(v.op == op and v.precision == precision for v in variants):
+            reasons.append(f"this wheel holds no {_called(op)} kernel in {precision}")
     return reasons
 
 
 def holds_backward(request: Request, variants: Sequence[Variant]) -> bool:
     """Whether a wheel with ``variants`` has a fused backward kernel for some device."""
-    return any(v.op == "backward" and v.precision == _directions(request)[1] for v in variants)
+    return any(v.op == "backward" and v.precision == request.backward_precision for v in variants)
 
 
-def _directions(request: Request) -> tuple[str, str]:
-    return _DIRECTIONS.get(request.precision, (request.precision, request.precision))
+def _needed(request: Request) -> Iterator[tuple[str, str]]:
+    """Kernels beside the routing, as (op, precision), without which the fused backend cannot serve ``request``."""
+    yield "forward", request.forward_precision
+    if request.forward_precision == "fp8":
+        yield "quantise_weights", "fp8"
+    if request.backward_precision not in _STAND_INS:
+        yield "backward", request.backward_precision
+
+
+def _called(op: str) -> str:
+    return {"quantise_weights": "weight-quantising"}.get(op, f"fused {op}")
 
 
 def _tiles(request: Request, variants: Sequence[Variant]) -> Iterator[str]:
     """What the tiles of the forward kernels cannot divide, of the kernel that lacks least."""
     lacks = []
     for v in variants:
-        if v.op == "forward" and v.precision == _directions(request)[0]:
+        if v.op == "forward" and v.precision == request.forward_precision:
             multiples = {"hidden": v.hidden_multiple, "intermediate": v.intermediate_multiple}
             lacks.append(
                 [
@@ -178,14 +186,16 @@ def _tiles(request: Request, variants: Sequence[Variant]) -> Iterator[str]:
 
 def _stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
     """What serves the backward where a rank's wheel holds no kernel for it."""
-    precision = _directions(request)[1]
-    if precision not in _GROUPED_BACKWARD:
+    precision = request.backward_precision
+    if precision not in _STAND_INS or all(_backward(request, fact) for fact in facts):
         return None
-    if all(_holds("backward", precision, fact) for fact in facts):
-        return None
-    return (
-        f"the backward runs on torch's grouped products, since this wheel holds no fused backward kernel "
-        f"in {precision}"
+    return f"the backward {_STAND_INS[precision]}, since this wheel holds no fused backward kernel in {precision}"
+
+
+def _backward(request: Request, fact: RankFacts) -> bool:
+    precision = request.backward_precision
+    return _holds("backward", precision, fact) and (
+        precision != "fp8" or _holds("quantise_weights", precision, fact)
     )
 
 
@@ -215,11 +225,9 @@ def _architecture(request: Request, fact: RankFacts) -> Iterator[str]:
         yield f"the device is sm_{device} ({fact.device_name}), this wheel holds {holds}{_WHAT_TO_INSTALL}"
         return
     yield from _routing(device, fact)
-    for op, precision in zip(("forward", "backward"), _directions(request), strict=True):
-        if op == "backward" and precision in _GROUPED_BACKWARD:
-            continue
+    for op, precision in _needed(request):
         if not _holds(op, precision, fact):
-            yield f"this wheel holds no fused {op} kernel in {precision} for sm_{serving[0]}"
+            yield f"this wheel holds no {_called(op)} kernel in {precision} for sm_{serving[0]}"
 
 
 def _routing(device: str, fact: RankFacts) -> Iterator[str]:

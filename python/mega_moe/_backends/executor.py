@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from mega_moe._backends.weight_copies import WeightCopies
 from mega_moe._ops import registry
 
 
@@ -18,6 +19,11 @@ class LayerExecutor(registry.Executor, Protocol):
     @property
     def stages_by(self) -> str:
         """'kernel' or 'torch': what brings a call's x, ids and weights into the form that dispatch reads."""
+        ...
+
+    @property
+    def weight_copies(self) -> WeightCopies | None:
+        """Copies that the kernels make of the weights; None where they read the weights themselves."""
         ...
 
     def refuse(self, error: Exception, num_tokens: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mega_moe._backends.dense import ALIGNMENT, dense
 from mega_moe._backends.executor import LayerExecutor
 from mega_moe._backends.kernel_backward import KernelBackward
 from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
 from mega_moe._base.errors import MegaMoEError, PeerError
-
-_ALIGNMENT = 16  # bytes; what the kernel's bulk copies start on
 
 
 class FusedExecutor:
@@ -30,6 +30,8 @@ class FusedExecutor:
         self._kernel = KernelForward(kernels)
         self._kernel_backward = KernelBackward(kernels) if kernels.shape.backward else None
         self._backward = backward
+        # None where no kernel reads e4m3 weights.
+        self.weight_copies = WeightCopies(backward=False) if kernels.shape.quantise else None
 
     def forward(
         self,
@@ -71,10 +73,15 @@ class FusedExecutor:
             error = ValueError(f"x: got {x.shape[0]} tokens, the buffer was built for {most} per rank")
             self.refuse(error, x.shape[0])
             raise error
-        x, topk_idx, topk_weights = _dense(x), _dense(topk_idx), _dense(topk_weights)
-        weights = _dense(w_gate_up), _dense(w_down)
+        x, topk_idx, topk_weights = dense(x), dense(topk_idx), dense(topk_weights)
+        weights = self._as_read(w_gate_up), self._as_read(w_down)
         y, _ = self._kernel.forward(x, topk_idx, topk_weights, *weights, clamp, saved_gate_up=saved_gate_up)
         return y
+
+    def _as_read(self, weight: Tensor) -> Tensor | WeightCopy:
+        """``weight`` as the forward kernel takes it."""
+        copies = self.weight_copies
+        return dense(weight) if copies is None else copies.of(weight, codes=True, transposed=False)
 
     def backward(
         self,
@@ -138,12 +145,12 @@ class FusedExecutor:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         assert self._kernel_backward is not None
         got, _ = self._kernel_backward.backward(
-            _dense(dy),
-            _dense(x),
-            _dense(topk_idx),
-            _dense(topk_weights),
-            _dense(w_gate_up),
-            _dense(w_down),
+            dense(dy),
+            dense(x),
+            dense(topk_idx),
+            dense(topk_weights),
+            dense(w_gate_up),
+            dense(w_down),
             clamp,
             needs=needs,
             dw_dtype=dw_dtype,
@@ -173,13 +180,8 @@ def _can_add(buffers: list[Tensor]) -> bool:
     """Whether the kernel can add to these as they lie in memory."""
     return all(
         b.is_contiguous()
-        and b.data_ptr() % _ALIGNMENT == 0
+        and b.data_ptr() % ALIGNMENT == 0
         and b.dtype in (torch.bfloat16, torch.float32)
         and b.dtype == buffers[0].dtype
         for b in buffers
     )
-
-
-def _dense(value: Tensor) -> Tensor:
-    value = value.contiguous()
-    return value.clone() if value.data_ptr() % _ALIGNMENT else value

@@ -17,7 +17,8 @@ from mega_moe._base import env
 def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape:
     """What both layouts depend on; ``fused``: with the pools and home slots of the fused kernels; ``backward``: of both
     directions."""
-    # The staging area is laid out for x in bf16, which every precision stages in one direction and which is the larger.
+    # Without the fused kernels the staging area is laid out for x in bf16, which every precision stages in one
+    # direction and which is the larger.
     return Shape(
         request.max_tokens_per_rank,
         request.top_k,
@@ -26,6 +27,7 @@ def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape
         request.num_ranks,
         intermediate=request.intermediate if fused else 0,
         pool_rows=pool_rows(request) if fused else 0,
+        quantise=fused and request.forward_precision == "fp8",
         home=fused,
         canaries=env.debug(),
         backward=fused and backward,

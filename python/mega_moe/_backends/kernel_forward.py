@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.summary import Routing, routing_of
+from mega_moe._backends.weight_copies import WeightCopy
 from mega_moe._ops import library
 
 
@@ -23,8 +24,8 @@ class KernelForward:
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
+        w_gate_up: Tensor | WeightCopy,
+        w_down: Tensor | WeightCopy,
         clamp: float | None = None,
         *,
         saved_gate_up: Tensor | None = None,
@@ -34,25 +35,36 @@ class KernelForward:
         """-> y ``[T, H]`` bf16 and the routing of the call, both on the current stream.
 
         Contiguous tensors with 16-byte aligned rows: x ``[T, H]``, w_gate_up ``[E_local, 2I, H]``, w_down
-        ``[E_local, H, I]`` in bf16; ids int32 or int64 and weights fp32 or bf16 ``[T, K]``. ``saved_gate_up`` bf16
-        ``[SavedRows.slots(T), 2I]`` is filled for `KernelBackward.backward`, in an order of the kernels' own.
-        ``delay_seed`` other than 0 delays the communication at random; ``trace`` int64 ``[CTAs, 5, events, 3]``, zero,
-        makes the launch one of the tracing kernel. A bad id, a refusal or a lost rank makes y NaN; the next call or
-        `KernelRank.check` raises.
+        ``[E_local, H, I]`` in bf16, or the copies of both where ``kernels`` has the memory of the fp8 kernel; ids int32
+        or int64 and weights fp32 or bf16 ``[T, K]``. ``saved_gate_up`` bf16 ``[SavedRows.slots(T), 2I]`` is filled for
+        `KernelBackward.backward`, in an order of the kernels' own; the fp8 kernel takes none. ``delay_seed`` other than
+        0 delays the communication at random; ``trace`` int64 ``[CTAs, 5, events, 3]``, zero, makes the launch one of
+        the tracing kernel. A bad id, a refusal or a lost rank makes y NaN; the next call or `KernelRank.check` raises.
         """
         kernels = self._kernels
         shape = kernels.shape
         y = torch.empty_like(x)
         summary = kernels.new_summary()
+        weights: tuple[Tensor | None, ...]
+        # What the kernel saves, beside y.
+        saved: tuple[Tensor, ...] = ()
+        if isinstance(w_gate_up, WeightCopy) and isinstance(w_down, WeightCopy):
+            if saved_gate_up is not None:
+                raise TypeError("saved_gate_up: got a tensor, want None: the fp8 kernel saves nothing")
+            op, weights = "moe_forward_fp8", (w_gate_up.codes, w_gate_up.scales, w_down.codes, w_down.scales)
+        elif isinstance(w_gate_up, Tensor) and isinstance(w_down, Tensor):
+            op, weights = "moe_forward", (w_gate_up, w_down)
+            saved = (torch.empty(0, device=x.device) if saved_gate_up is None else saved_gate_up,)
+        else:
+            raise TypeError("w_gate_up, w_down: want two tensors or the copies of both")
         kernels.call(
-            lambda: library.require().moe_forward(
+            lambda: getattr(library.require(), op)(
                 x,
                 topk_idx,
                 topk_weights,
-                w_gate_up,
-                w_down,
+                *weights,
                 y,
-                torch.empty(0, device=x.device) if saved_gate_up is None else saved_gate_up,
+                *saved,
                 summary,
                 *kernels.addresses,
                 shape.max_tokens,

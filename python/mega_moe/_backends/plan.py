@@ -38,6 +38,7 @@ from mega_moe._backends.saved import SavedRows
 from mega_moe._backends.staging import KernelStager, Stager, TorchStager
 from mega_moe._backends.symmetric import allocate
 from mega_moe._backends.transport import GroupTransport, LocalTransport, Transport
+from mega_moe._backends.weight_copies import copies_nbytes
 from mega_moe._base import env
 from mega_moe._base.errors import BackendRefusedError, FallbackWarning, MegaMoEError
 
@@ -112,9 +113,13 @@ def forecast(
 
 
 def warn_fallback(explanation: Explanation) -> None:
-    """Once per reason and process: the automatic choice is not the fused backend."""
+    """Once per reason and process: the automatic choice is not the fused backend, or not fused in both directions and
+    slow for it."""
     message = f"mega_moe uses the backend {explanation.reason}"
-    if explanation.chosen != "fused" and message not in _warned:
+    slow = explanation.chosen != "fused" or (
+        explanation.verdict("fused").note is not None and explanation.request.backward_precision != "bf16"
+    )
+    if slow and message not in _warned:
         _warned.add(message)
         warnings.warn(message, FallbackWarning, stacklevel=3)
 
@@ -157,7 +162,7 @@ def build_executor(
     """The executor of the chosen backend on this rank."""
     request = explanation.request
     makers: dict[str | None, Callable[[], Arithmetic]] = {
-        "fused": GroupedArithmetic,  # of the backward, where the wheel holds no kernel for it
+        "fused": _stand_in(request),
         "deep_gemm": lambda: DeepGemmArithmetic(deep_gemm_library.require()),
         "grouped": GroupedArithmetic,
         "reference": lambda: ReferenceArithmetic(request.precision),
@@ -174,11 +179,19 @@ def build_executor(
     return FusedExecutor(kernels, plain) if fused and kernels is not None else plain
 
 
-def saved_rows(kernels: KernelRank | None, share: float) -> SavedRows:
-    """Room for gate and up between the fused kernels of both directions; none where those do not serve the calls."""
-    if kernels is None or not kernels.shape.backward:
+def saved_rows(kernels: KernelRank | None, request: Request, share: float) -> SavedRows:
+    """Room for gate and up between the fused kernels of both directions; none where those do not serve the calls, or
+    make gate and up in fp8."""
+    if kernels is None or not kernels.shape.backward or request.backward_precision == "fp8":
         return SavedRows(0, 0, 0, 0, 0)
     return SavedRows.of(kernels.shape, share)
+
+
+def _stand_in(request: Request) -> Callable[[], Arithmetic]:
+    """Of the fused backend's backward, where the wheel holds no kernel for it."""
+    if request.backward_precision == "bf16":
+        return GroupedArithmetic
+    return lambda: ReferenceArithmetic(request.precision)
 
 
 def buffer_nbytes(request: Request, backend: str | None = None, training: bool = True) -> int:
@@ -192,7 +205,23 @@ def buffer_nbytes(request: Request, backend: str | None = None, training: bool =
     reasons = why_no_fused_shape(request, held) if backend in (None, "fused") else ["not wished for"]
     if backend == "fused" and reasons:
         raise BackendRefusedError(f"backend 'fused' cannot serve this request: {'; '.join(reasons)}")
-    return kernel_nbytes(request, not reasons, training and holds_backward(request, held))
+    backward = training and holds_backward(request, held)
+    copies = 0 if reasons else _copies_nbytes(request, backward)
+    return kernel_nbytes(request, not reasons, backward) + copies
+
+
+def _copies_nbytes(request: Request, backward: bool) -> int:
+    """Bytes of the e4m3 weights that one call of the fused kernels makes: the larger of both directions."""
+    experts, hidden, inner = request.num_local_experts, request.hidden, request.intermediate
+
+    def both_weights(of_gate_up: int, of_down: int) -> int:
+        return copies_nbytes(experts, 2 * inner, hidden, copies=of_gate_up) + copies_nbytes(
+            experts, hidden, inner, copies=of_down
+        )
+
+    forward = both_weights(1, 1) if request.forward_precision == "fp8" else 0
+    # Gate and up again, the gradient of x, and that of h.
+    return max(forward, both_weights(2, 1)) if backward and request.backward_precision == "fp8" else forward
 
 
 def _staging_nbytes(request: Request) -> int:

@@ -2,6 +2,7 @@
 
 scale = amax / 448 in fp32 (448 is the largest e4m3 number), 1 where that is zero; code = e4m3(value / scale), a true
 fp32 division, rounded to nearest even. No other floor: a scale may be denormal. NaN and Inf make their own block NaN.
+With ``power_of_two`` a scale is rounded up to the next power of two.
 """
 
 from __future__ import annotations
@@ -20,28 +21,34 @@ def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
     return (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-def _scale(amax: Tensor) -> Tensor:
+def _scale(amax: Tensor, power_of_two: bool) -> Tensor:
     # A divisor tensor: torch turns division by a Python number into a multiplication by its reciprocal.
     scale = amax / torch.full_like(amax, E4M3_MAX)
     # Also of a block so small that fp32 holds no scale for it (amax below 3.2e-43): 0 / 0 would make it NaN.
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    if not power_of_two:
+        return scale
+    # fp64, in which no fp32 number is denormal.
+    mantissa, exponent = torch.frexp(scale.double())
+    above = torch.ldexp(torch.ones_like(mantissa), exponent).float()
+    return torch.where((mantissa == 0.5) | ~scale.isfinite(), scale, above)
 
 
-def quantize_rows(value: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(value: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """``value [M, K]`` in 1 x 128 blocks along K -> codes e4m3 ``[M, K]``, scales fp32 ``[M, K / 128]``."""
     rows, columns = value.shape
     blocks = value.float().view(rows, columns // SCALE_BLOCK, SCALE_BLOCK)
     if rows == 0:
         return value.to(E4M3), blocks.new_empty(0, columns // SCALE_BLOCK)
-    scale = _scale(blocks.abs().amax(-1, keepdim=True))
+    scale = _scale(blocks.abs().amax(-1, keepdim=True), power_of_two)
     return _codes(blocks, scale).view(rows, columns), scale.squeeze(-1)
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """``weight [N, K]`` in 128 x 128 blocks -> codes e4m3 ``[N, K]``, scales fp32 ``[N / 128, K / 128]``."""
     n, k = weight.shape
     blocks = weight.float().view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
-    scale = _scale(blocks.abs().amax(dim=(1, 3), keepdim=True))
+    scale = _scale(blocks.abs().amax(dim=(1, 3), keepdim=True), power_of_two)
     return _codes(blocks, scale).view(n, k), scale[:, 0, :, 0]
 
 

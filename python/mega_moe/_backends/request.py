@@ -52,5 +52,14 @@ class Request:
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
+    @property
+    def forward_precision(self) -> str:
+        """That of the forward's products: ``fp8_bwd`` is fp8 in the backward alone."""
+        return "bf16" if self.precision == "fp8_bwd" else self.precision
+
+    @property
+    def backward_precision(self) -> str:
+        return "fp8" if self.precision == "fp8_bwd" else self.precision
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

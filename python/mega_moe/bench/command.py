@@ -41,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
         choices=tuple(_DTYPES),
         help="add weight gradients into buffers of this dtype (default: no buffers)",
     )
+    add(
+        "--reuse-weight-copies",
+        action="store_true",
+        help="in fp8, keep the copies of the weights from call to call, as a step after its first call does",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--quick", action="store_true", help="the same windows, but three of each: less time, more noise")
     add(
@@ -103,6 +108,7 @@ _NOT_WITH_TRACE = (
     "part",
     "dtype",
     "dw_dtype",
+    "reuse_weight_copies",
     "quick",
     "wheel",
     "json",
@@ -158,6 +164,7 @@ def _options(words: argparse.Namespace, device_type: str) -> Options:
         dtype=_DTYPES[words.dtype or ("bfloat16" if on_gpu else "float32")],
         dw_dtype=_DTYPES[words.dw_dtype] if words.dw_dtype else None,
         wheel=words.wheel,
+        reuse_weight_copies=words.reuse_weight_copies,
     )
 
 

@@ -19,6 +19,7 @@ from mega_moe._backends.request import Request
 from mega_moe._backends.saved import SavedRows
 from mega_moe._backends.symmetric import Shape as BufferShape
 from mega_moe._backends.symmetric import of_virtual_ranks, symmetric_layout
+from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import Shape
@@ -28,6 +29,7 @@ _SPIN = 2_000_000  # cycles: longer than the host takes to queue the launches of
 _KEPT = 3  # results of a call that may be alive at once
 
 DIRECTIONS = ("forward", "backward")
+PRECISIONS = ("bf16", "fp8", "fp8_bwd")
 PARTS = {
     "all": (True, True, True, True),
     "dx": (True, True, False, False),
@@ -51,10 +53,21 @@ class Options:
     dw_dtype: torch.dtype = torch.bfloat16
     parts: str = "all"
     saved: float = 0.0
+    precision: str = "bf16"
 
-    def request(self) -> Request:
+    @property
+    def kernel_precision(self) -> str:
+        """In which the direction's kernel computes."""
+        request = self.request()
+        return request.forward_precision if self.direction == "forward" else request.backward_precision
+
+    def request(self, num_ranks: int | None = None) -> Request:
         return Request(
-            **self.shape.sizes(), max_tokens_per_rank=self.tokens, num_ranks=self.num_ranks, dtype="bfloat16"
+            **self.shape.sizes(),
+            max_tokens_per_rank=self.tokens,
+            precision=self.precision,
+            num_ranks=self.num_ranks if num_ranks is None else num_ranks,
+            dtype="bfloat16",
         )
 
 
@@ -62,12 +75,12 @@ def why_not(options: Options, device: torch.device) -> list[str]:
     """Every reason against this kernel on this device; empty where it can run."""
     options.request()  # raises for numbers that no device could serve
     # Judged as one rank: the others are this process as well.
-    alone = Request(**options.shape.sizes(), max_tokens_per_rank=options.tokens, dtype="bfloat16")
-    verdicts = decide(alone, [facts.collect(device)], "fused")
+    verdicts = decide(options.request(num_ranks=1), [facts.collect(device)], "fused")
     (fused,) = (verdict for verdict in verdicts if verdict.backend == "fused")
     # A note says that something else serves the backward.
     stand_in = [] if options.direction == "forward" or fused.note is None else [fused.note]
-    return [*fused.reasons, *stand_in]
+    keeps = options.saved > 0 and options.precision != "bf16"
+    return [*fused.reasons, *stand_in, *(["gate and up are kept in bf16 alone"] if keeps else [])]
 
 
 def prepare_process() -> None:
@@ -86,25 +99,35 @@ class _Inputs:
     w_gate_up: Tensor
     w_down: Tensor
     dy: Tensor
+    copies: tuple[WeightCopy, WeightCopy] | None  # where the direction's kernel reads e4m3 weights
 
     @classmethod
     def of(cls, options: Options, device: torch.device, rank: int) -> _Inputs:
         context = Context(device, None, rank, options.num_ranks)
         problem = random_problem(options.shape, options.tokens, torch.bfloat16, context)
         first = problem.sets[0]
-        given = (
-            first.x,
+        copies = None
+        if options.kernel_precision == "fp8":
+            made = WeightCopies(backward=False)
+            backward = options.direction == "backward"
+            copies = (
+                made.of(problem.w_gate_up.detach(), codes=True, transposed=backward),
+                made.of(problem.w_down.detach(), codes=not backward, transposed=backward),
+            )
+        return cls(
+            first.x.detach(),
             first.topk_idx,
-            first.topk_weights,
-            problem.w_gate_up,
-            problem.w_down,
+            first.topk_weights.detach(),
+            problem.w_gate_up.detach(),
+            problem.w_down.detach(),
             first.dy,
+            copies,
         )
-        return cls(*(tensor.detach() for tensor in given))
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor | WeightCopy, Tensor | WeightCopy]:
         """The forward's part of it."""
-        return self.x, self.topk_idx, self.topk_weights, self.w_gate_up, self.w_down
+        weights = (self.w_gate_up, self.w_down) if self.copies is None else self.copies
+        return self.x, self.topk_idx, self.topk_weights, *weights
 
 
 class KernelRanks:
@@ -122,6 +145,7 @@ class KernelRanks:
             intermediate=shape.intermediate,
             num_ranks=count,
             pool_rows=pool_rows(request),
+            quantise=request.forward_precision == "fp8",
             home=True,
             backward=options.direction == "backward" or options.saved > 0,
         )
@@ -228,7 +252,11 @@ class KernelRanks:
         given, options = self.inputs[rank], self._options
         gradients, _ = self._backwards[rank].backward(
             given.dy,
-            *given.forward(),
+            given.x,
+            given.topk_idx,
+            given.topk_weights,
+            given.w_gate_up,
+            given.w_down,
             needs=PARTS[options.parts],
             dw_dtype=options.dw_dtype,
             saved_gate_up=self._saved[rank],

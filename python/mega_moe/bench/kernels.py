@@ -1,10 +1,11 @@
 """The fused kernels alone: one rank, or several that share the GPU, burst and sustained.
 
     python -m mega_moe.bench.kernels [--direction forward,backward] [--shape 30B,235B] [--tokens 16384] [--ranks 1,8]
-        [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--saved 0,1.1] [--json FILE]
+        [--precision bf16,fp8] [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--saved 0,1.1] [--json FILE]
 
 Tokens are those of all ranks together, so that rows of one shape do the same work. The published table times calls of
-`mega_moe.moe`; this one times launches alone, replayed from a CUDA graph. `--dw` is the dtype of a backward's weight
+`mega_moe.moe`; this one times launches alone, replayed from a CUDA graph, in fp8 on copies of the weights that are made
+before. `--dw` is the dtype of a backward's weight
 gradients, `--parts` what it is asked for: everything, the gradients of x and of the routing weights, or those of the
 experts' weights. `--saved` is what `MoEBuffer` takes as `save_gate_up`.
 """
@@ -12,6 +13,7 @@ experts' weights. `--saved` is what `MoEBuffer` takes as `save_gate_up`.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +22,15 @@ import torch
 
 from mega_moe._backends.saved import check_share
 from mega_moe.bench.clocks import ClockProbe
-from mega_moe.bench.kernel_ranks import DIRECTIONS, PARTS, KernelRanks, Options, prepare_process, why_not
+from mega_moe.bench.kernel_ranks import (
+    DIRECTIONS,
+    PARTS,
+    PRECISIONS,
+    KernelRanks,
+    Options,
+    prepare_process,
+    why_not,
+)
 from mega_moe.bench.protocols import PROTOCOLS, CudaTimer, measure
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.rows import write_rows
@@ -36,6 +46,7 @@ class KernelRow:
 
     direction: str
     shape: str
+    precision: str
     tokens: int
     num_ranks: int
     num_reserved_sms: int
@@ -54,9 +65,9 @@ class KernelRow:
         parts = "" if self.parts in (None, "all") else f" of {self.parts} alone"
         saved = "" if self.saved == 0 else f", {self.saved_nbytes / 2**30:.2f} GiB of gate and up kept"
         return (
-            f"{self.shape} {self.direction}{parts}{dw}, T={self.tokens} in all, {self.num_ranks} ranks of "
-            f"{self.num_sms} SMs, {self.num_reserved_sms} SMs reserved, {self.timing.protocol}: "
-            f"{1e3 * self.timing.seconds:.3f} ms, {self.tflops:.0f} TF/s{clock}, "
+            f"{self.shape} {self.precision} {self.direction}{parts}{dw}, T={self.tokens} in all, "
+            f"{self.num_ranks} ranks of {self.num_sms} SMs, {self.num_reserved_sms} SMs reserved, "
+            f"{self.timing.protocol}: {1e3 * self.timing.seconds:.3f} ms, {self.tflops:.0f} TF/s{clock}, "
             f"{self.nbytes / 2**30:.2f} GiB a rank{saved}"
         )
 
@@ -78,6 +89,7 @@ def time_kernel(
         yield KernelRow(
             options.direction,
             options.shape.name,
+            options.precision,
             tokens,
             options.num_ranks,
             num_reserved_sms,
@@ -96,15 +108,19 @@ def flops(options: Options) -> float:
     """Of all ranks' products."""
     tokens = options.tokens * options.num_ranks
     if options.direction == "forward":
-        return layer_work(options.shape, tokens, "forward", precision="bf16", dtype="bfloat16").total
+        return layer_work(
+            options.shape, tokens, "forward", precision=options.precision, dtype="bfloat16"
+        ).total
     return backward_flops(options.shape, tokens, dx=options.parts != "dw", dw=options.parts != "dx")
 
 
 def cases(words: argparse.Namespace) -> Iterator[tuple[Options, int]]:
     """What the words ask for: options and SMs left free. Raises ValueError for a word that is not known, and for tokens
     that the ranks cannot share evenly."""
-    known = {"direction": DIRECTIONS, "parts": PARTS, "dw": _DTYPES}
-    directions, parts, dtypes = (_words(name, getattr(words, name), names) for name, names in known.items())
+    known = {"direction": DIRECTIONS, "precision": PRECISIONS, "parts": PARTS, "dw": _DTYPES}
+    directions, precisions, parts, dtypes = (
+        _words(name, getattr(words, name), names) for name, names in known.items()
+    )
     for name in words.shape.split(","):
         shape = find_shape(name)
         for tokens in map(int, words.tokens.split(",")):
@@ -112,11 +128,13 @@ def cases(words: argparse.Namespace) -> Iterator[tuple[Options, int]]:
                 if tokens % num_ranks:
                     raise ValueError(f"tokens: got {tokens}, wanted a multiple of {num_ranks} ranks")
                 for reserved in map(int, words.reserved.split(",")):
-                    for saved in map(check_share, map(float, words.saved.split(","))):
+                    for saved, precision in itertools.product(
+                        map(check_share, map(float, words.saved.split(","))), precisions
+                    ):
                         for options in _kernels(
                             shape, tokens // num_ranks, num_ranks, directions, dtypes, parts
                         ):
-                            yield replace(options, saved=saved), reserved
+                            yield replace(options, saved=saved, precision=precision), reserved
 
 
 def _kernels(
@@ -146,6 +164,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shape", default="30B,235B", help="separated by commas (default: 30B,235B)")
     add("--tokens", default="16384", help="of all ranks, separated by commas")
     add("--ranks", default="1", help="ranks that share the GPU, separated by commas")
+    add("--precision", default="bf16", help=f"of {', '.join(PRECISIONS)} (default: bf16)")
     add("--reserved", default="0", help="SMs left free, separated by commas")
     add("--dw", default="bf16", help=f"of {', '.join(_DTYPES)} (default: bf16)")
     add("--parts", default="all", help=f"of {', '.join(PARTS)} (default: all)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +32,16 @@ GradBuffers = tuple[Tensor, Tensor] | None
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """`backends` None means every one that explain lists; `dw_dtype` None means the weights' dtype."""
+    """`backends` None means every one that explain lists; `dw_dtype` None means the weights' dtype.
+
+    `reuse_weight_copies`: where kernels read e4m3 copies of the weights, they are made before the time begins.
+    """
 
     precision: str
     backends: tuple[str, ...] | None
     directions: tuple[str, ...]
     dw_dtype: torch.dtype | None
+    reuse_weight_copies: bool = False
 
 
 def measure_layer(
@@ -79,7 +84,8 @@ def measure_layer(
                 outcome = Outcome("refused", verdict.reasons or (str(error),), None)
                 yield case.row(verdict.backend, outcome, reserved=reserved or None)
                 break
-            with buffer:
+            reuse = buffer.reuse_weight_copies() if options.reuse_weight_copies else contextlib.nullcontext()
+            with buffer, reuse:
                 yield from _measure_backend(
                     case, verdict.backend, directions, buffer, reserved, protocols, timer
                 )
@@ -229,6 +235,7 @@ class _Case:
         dw_dtype = None
         if direction in ("backward", "forward_backward"):
             dw_dtype = str(self.options.dw_dtype or self.problem.dtype).removeprefix("torch.")
+        reused = self.options.reuse_weight_copies and backend == "fused" and self.options.precision != "bf16"
         return LayerRow(
             kind="layer",
             shape=shape.name,
@@ -252,6 +259,7 @@ class _Case:
             relative_error=relative_error,
             outcome=outcome,
             skew=self.problem.skew,
+            weight_copies="reused" if reused else None,
         )
 
 

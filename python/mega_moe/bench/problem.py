@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mega_moe.bench.ceilings import INPUT_SETS
 from mega_moe.bench.ranks import Context
@@ -94,8 +94,9 @@ def random_problem(
         tokens,
         dtype,
         tuple(input_set() for _ in range(INPUT_SETS)),
-        normal(local, 2 * shape.intermediate, shape.hidden, deviation=shape.hidden**-0.5).requires_grad_(),
-        normal(local, shape.hidden, shape.intermediate, deviation=shape.intermediate**-0.5).requires_grad_(),
+        # Parameters, as of a model: of other tensors no copy is ever kept.
+        nn.Parameter(normal(local, 2 * shape.intermediate, shape.hidden, deviation=shape.hidden**-0.5)),
+        nn.Parameter(normal(local, shape.hidden, shape.intermediate, deviation=shape.intermediate**-0.5)),
         skew,
     )
 

@@ -152,6 +152,9 @@ class LayerRow:
     outcome: Outcome
     skew: float | None = None
     """Rows that come to rank 0 over the rows that an even routing sends there; null: even. FLOPs are then rank 0's."""
+    weight_copies: str | None = None
+    """"reused": calls found e4m3 copies of the weights from before the time began, as all but a step's first do; null:
+    each call made what it read."""
 
     @property
     def numerics(self) -> str:
@@ -171,6 +174,9 @@ class LayerRow:
             _require(
                 1 < self.skew <= self.num_ranks, "skew", self.skew, "null, or above 1 and at most num_ranks"
             )
+        _require(
+            self.weight_copies in (None, "reused"), "weight_copies", self.weight_copies, "null or reused"
+        )
 
 
 @dataclass(frozen=True)

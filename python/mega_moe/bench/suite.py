@@ -45,6 +45,7 @@ class Options:
     dtype: torch.dtype
     dw_dtype: torch.dtype | None
     wheel: Path | None
+    reuse_weight_copies: bool = False
 
 
 def run(options: Options, context: Context, arguments: list[str], progress: Callable[[Row], None]) -> Result:
@@ -85,7 +86,13 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
         for shape in options.shapes:
             problem = random_problem(shape, options.tokens or shape.default_tokens, options.dtype, context)
             for case in options.cases:
-                layer = LayerOptions(case.precision, case.backends, options.directions, options.dw_dtype)
+                layer = LayerOptions(
+                    case.precision,
+                    case.backends,
+                    options.directions,
+                    options.dw_dtype,
+                    options.reuse_weight_copies,
+                )
                 for layer_row in measure_layer(
                     problem, layer, options.protocols, timer, context, product_rates=products
                 ):

@@ -123,7 +123,8 @@ def _percent(value: float | None) -> str:
 
 def _layer(row: LayerRow) -> str:
     skew = "" if row.skew is None else f", {row.skew:g}x to rank 0"
-    return f"{row.shape} T={row.tokens} {row.numerics}{skew}"
+    copies = "" if row.weight_copies is None else f", weight copies {row.weight_copies}"
+    return f"{row.shape} T={row.tokens} {row.numerics}{copies}{skew}"
 
 
 def _subject(row: Row) -> str:

@@ -2,8 +2,8 @@
 
 Read in this order: `config` (all numbers), `model` (plain PyTorch plus one `MegaMoE` module per layer), `corpus`
 (text), `streams` (random numbers), `parallel` (experts over ranks, the rest with FSDP2, one gradient norm over both),
-`checkpoint`, `trainer` (one step), `train` (the loop), `report` (what a run leaves), `command` (the command line);
-`follow` (does a backend train as the reference does).
+`checkpoint`, `trainer` (one step), `train` (the loop), `report` (what a run leaves), `command` (the command line).
+`follow` asks whether a backend trains as the reference does; `convergence` compares where several precisions end.
 """
 
 from __future__ import annotations

@@ -101,10 +101,15 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def _fields(words: argparse.Namespace) -> dict[str, Any]:
-    """The fields of Config that the words set. Raises ValueError for a name or a value that it does not take."""
-    values: dict[str, Any] = {"steps": words.steps, "minutes": words.minutes, "seed": words.seed}
+    """The fields of Config that the words set."""
+    return {"steps": words.steps, "minutes": words.minutes, "seed": words.seed, **fields_of(words.set)}
+
+
+def fields_of(words: list[str]) -> dict[str, Any]:
+    """Fields of Config given as NAME=VALUE. Raises ValueError for a name or a value that it does not take."""
+    values: dict[str, Any] = {}
     kinds: dict[str, type] = {name: type(value) for name, value in Config().as_dict().items()}
-    for word in words.set:
+    for word in words:
         name, equals, text = word.partition("=")
         if name not in kinds or not equals:
             raise ValueError(f"set: {word!r}, must be NAME=VALUE, NAME one of {', '.join(kinds)}")

@@ -8,6 +8,7 @@ from mega_moe._backends.facts import RankFacts, Variant
 from mega_moe._backends.request import Request
 
 ROUTE = Variant("route", "90a", "none")
+QUANTISE_WEIGHTS = Variant("quantise_weights", "90a", "fp8")
 FULL = (
     *(
         Variant(op, "90a", precision, 256, 128)
@@ -15,13 +16,14 @@ FULL = (
         for precision in ("bf16", "fp8")
     ),
     ROUTE,
+    QUANTISE_WEIGHTS,
 )
 STAGE_ONLY = (Variant("stage", "90a", "bf16"), Variant("clock_probe", "90a", "none"))
 
 
 def kernels(*pairs: str) -> tuple[Variant, ...]:
-    """Variants given as "op precision", beside the routing kernel."""
-    return (ROUTE, *(v for v in FULL if f"{v.op} {v.precision}" in pairs))
+    """Variants given as "op precision", beside the routing kernel and that which quantises weights."""
+    return (ROUTE, QUANTISE_WEIGHTS, *(v for v in FULL if f"{v.op} {v.precision}" in pairs))
 
 
 def request(**changes: Any) -> Request:

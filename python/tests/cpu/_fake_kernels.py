@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends import faults, kernel_build, kernel_rank, plan, symmetric
+from mega_moe._backends.arithmetic import Experts, Payload
 from mega_moe._backends.control import Control, LocalControl
 from mega_moe._backends.decide import Verdict
 from mega_moe._backends.plain import PlainExecutor
+from mega_moe._backends.quantize import quantize_rows, quantize_weight, scaled_product
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
 from mega_moe._backends.staging import TorchStager
+from mega_moe._backends.swiglu import activate, rounded_sigmoid
 from mega_moe._backends.transport import LocalTransport
 from mega_moe._ops import library
 
@@ -35,6 +38,27 @@ class Launch(NamedTuple):
     saved_rows: int = 0
 
 
+class _OfCopies(ReferenceArithmetic):
+    """The fp8 forward on weights that are e4m3 copies already."""
+
+    def __init__(self, *scales: Tensor) -> None:
+        super().__init__("fp8")
+        self._scales = scales
+
+    def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
+        blocks, start = [], 0
+        for expert, count in enumerate(experts.counts):
+            rows = slice(start, start := start + count)
+            gate_up, down = (
+                (codes[expert], scales[expert])
+                for codes, scales in zip((experts.gate_up, experts.down), self._scales, strict=True)
+            )
+            z = scaled_product((x[0][rows], x[1][rows]), gate_up).bfloat16()
+            h = activate(z, experts.clamp, rounded_sigmoid) * weight[rows, None]
+            blocks.append(scaled_product(quantize_rows(h), down).bfloat16())
+        return torch.cat(blocks)
+
+
 class FakeKernels:
     """What `library.require()` gives. ``report`` makes the next launches leave a record, as a kernel would.
 
@@ -44,6 +68,7 @@ class FakeKernels:
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.needs: list[tuple[bool, ...]] = []  # of the backwards
+        self.quantised: list[tuple[tuple[int, ...], bool, bool]] = []  # weight, codes, transposed
         self.synchronized = 0
         self.capturing = False
         self._ordering = False
@@ -132,6 +157,61 @@ class FakeKernels:
         y.copy_(plain.forward(x, topk_idx.masked_fill(wrong, -1), topk_weights, w_gate_up, w_down, clamp))
         if wrong.any():
             y.fill_(float("nan"))
+
+    def quantise_weights(
+        self, weight: Tensor, codes: Tensor, transposed: Tensor, scales: Tensor, power_of_two: bool
+    ) -> None:
+        experts, rows, columns = weight.shape
+        assert weight.is_contiguous()
+        assert scales.shape == (experts, rows // 128, columns // 128)
+        self.quantised.append((tuple(weight.shape), codes.dim() > 1, transposed.dim() > 1))
+        for expert in range(experts):
+            got, scales[expert] = quantize_weight(weight[expert], power_of_two)
+            if codes.dim() > 1:
+                codes[expert] = got
+            if transposed.dim() > 1:
+                assert transposed.shape == (experts, columns, rows)
+                transposed[expert] = got.T
+
+    def moe_forward_fp8(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        gate_up_scales: Tensor,
+        w_down: Tensor,
+        down_scales: Tensor,
+        y: Tensor,
+        summary: Tensor,
+        buffers: list[int],
+        workspace: int,
+        record: int,
+        max_tokens: int,
+        num_experts: int,
+        pool_rows: int,
+        canaries: bool,
+        backward: bool,
+        rank: int,
+        num_sms: int,
+        arrival_ns: int,
+        progress_ns: int,
+        clamp: float,
+        delay_seed: int,
+        trace: int,
+        trace_bytes: int,
+    ) -> None:
+        assert len(buffers) == 1
+        assert w_gate_up.dtype == w_down.dtype == torch.float8_e4m3fn
+        self._launched(
+            Launch("forward fp8", len(x), self._ordering, clamp, num_sms, delay_seed, (trace, trace_bytes)),
+            record,
+        )
+        summary.zero_()
+        request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
+        arithmetic = _OfCopies(gate_up_scales, down_scales)
+        plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
+        y.copy_(plain.forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp))
 
     def moe_backward(
         self,

@@ -36,6 +36,7 @@ def test_machine_without_a_gpu_is_refused(
         (["--direction", "up"], "direction: got 'up', wanted one of forward, backward"),
         (["--parts", "dx,dy"], "parts: got 'dy', wanted one of all, dx, dw"),
         (["--dw", "fp8"], "dw: got 'fp8', wanted one of bf16, fp32"),
+        (["--precision", "fp16"], "precision: got 'fp16', wanted one of bf16, fp8, fp8_bwd"),
     ],
 )
 def test_words_that_are_not_known_are_named(
@@ -62,8 +63,19 @@ def test_a_forward_has_no_parts_and_dx_no_dtype_of_weights() -> None:
 
 
 def test_every_combination_is_asked_for_once() -> None:
-    made = cases("--shape", "tiny,30B", "--tokens", "16,32", "--ranks", "1,2", "--reserved", "0,16")
-    assert len(made) == len(set(made)) == 2**4 * 2  # both directions
+    made = cases(
+        "--shape",
+        "tiny,30B",
+        "--precision",
+        "bf16,fp8",
+        "--tokens",
+        "16,32",
+        "--ranks",
+        "1,2",
+        "--reserved",
+        "0,16",
+    )
+    assert len(made) == len(set(made)) == 2**5 * 2  # both directions
 
 
 @pytest.mark.parametrize(
@@ -77,13 +89,15 @@ def test_flops_are_those_of_the_products_that_are_asked_for(direction: str, part
 
 def test_a_row_says_what_was_timed() -> None:
     timing = Timing("burst", "cuda", 0.002, (0.002,), 5, 1, 0.25, 1700.0, None)
-    row = kernels.KernelRow("backward", "30B", 16384, 1, 0, 132, "fp32", "dw", 3 << 29, 500.0, timing)
+    row = kernels.KernelRow(
+        "backward", "30B", "bf16", 16384, 1, 0, 132, "fp32", "dw", 0.0, 0, 3 << 29, 500.0, timing
+    )
     assert str(row) == (
-        "30B backward of dw alone, dW in fp32, T=16384 in all, 1 ranks of 132 SMs, 0 SMs reserved, burst: "
+        "30B bf16 backward of dw alone, dW in fp32, T=16384 in all, 1 ranks of 132 SMs, 0 SMs reserved, burst: "
         "2.000 ms, 500 TF/s, 1700 MHz, 1.50 GiB a rank"
     )
     forward = replace(row, direction="forward", dw=None, parts=None)
-    assert str(forward).startswith("30B forward, T=16384 in all")
+    assert str(forward).startswith("30B bf16 forward, T=16384 in all")
 
 
 @pytest.mark.parametrize(("direction", "refused"), [("forward", False), ("backward", True)])
@@ -96,3 +110,11 @@ def test_a_wheel_without_a_backward_times_none(
     assert any("holds no fused backward kernel" in reason for reason in reasons) is refused
     monkeypatch.setattr(facts, "collect", lambda *_: gpu())
     assert why_not(Options(SHAPES["30B"], 128, 1, direction), torch.device("cuda", 0)) == []
+
+
+def test_gate_and_up_are_kept_in_bf16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "collect", lambda *_: gpu())
+    for precision in ("bf16", "fp8"):
+        options = Options(SHAPES["30B"], 128, 1, saved=1.0, precision=precision)
+        kept = "gate and up are kept in bf16 alone"
+        assert (kept in why_not(options, torch.device("cuda", 0))) is (precision != "bf16")

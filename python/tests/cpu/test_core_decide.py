@@ -172,13 +172,14 @@ TABLE = {
         request(),
         [gpu(variants=STAGE_ONLY)],
     ),
-    # In bf16 torch's grouped products stand in for the backward kernel, in fp8 nothing does.
+    # Plain operators stand in for the backward kernel.
     "no-backward": Row("fused", (), request(), [gpu(variants=kernels("forward bf16"))]),
-    "no-backward-fp8": Row(
+    "no-backward-fp8": Row("fused", (), request(precision="fp8"), [gpu(variants=kernels("forward fp8"))]),
+    "no-copies-of-weights": Row(
         "fused",
-        (missing("backward", "fp8"),),
+        ("this wheel holds no weight-quantising kernel in fp8 for sm_90a",),
         request(precision="fp8"),
-        [gpu(variants=kernels("forward fp8"))],
+        [gpu(variants=tuple(v for v in FULL if v.op != "quantise_weights"))],
     ),
     "no-backward-and-gloo": Row(
         "fused",
@@ -195,7 +196,9 @@ TABLE = {
         request(),
         [gpu(variants=kernels("backward bf16"))],
     ),
-    "no-route": Row("fused", (NO_ROUTE,), request(), [gpu(variants=FULL[:-1])]),
+    "no-route": Row(
+        "fused", (NO_ROUTE,), request(), [gpu(variants=tuple(v for v in FULL if v.op != "route"))]
+    ),
     "kernels-of-another-architecture": Row(
         "fused",
         (NO_ROUTE, missing("forward", "bf16")),
@@ -204,14 +207,13 @@ TABLE = {
     ),
     "fp8-without-fp8-kernels": Row(
         "fused",
-        (missing("forward", "fp8"), missing("backward", "fp8")),
+        (missing("forward", "fp8"),),
         request(precision="fp8"),
         [gpu(variants=kernels("forward bf16", "backward bf16"))],
     ),
-    # bf16 forward and fp8 backward, each of them alone is not enough
     "fp8_bwd-without-fp8-backward": Row(
         "fused",
-        (missing("backward", "fp8"),),
+        (),
         request(precision="fp8_bwd"),
         [gpu(variants=kernels("forward bf16", "backward bf16"))],
     ),

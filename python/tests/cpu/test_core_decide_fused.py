@@ -33,6 +33,21 @@ def test_a_stand_in_for_the_backward_is_told() -> None:
         assert decide(refused, [forward])[0].note is None
 
 
+@pytest.mark.parametrize(("precision", "held"), [("fp8", "forward fp8"), ("fp8_bwd", "forward bf16")])
+def test_an_emulated_backward_is_told(precision: str, held: str) -> None:
+    verdict = decide(request(precision=precision), [gpu(variants=kernels(held))])[0]
+    assert str(verdict) == (
+        "fused: accepted; the backward is emulated by plain operators, slowly, "
+        "since this wheel holds no fused backward kernel in fp8"
+    )
+    assert decide(request(precision=precision), [gpu()])[0].note is None
+
+
+def test_a_backward_in_fp8_needs_copies_of_the_weights() -> None:
+    held = tuple(v for v in FULL if v.op != "quantise_weights")
+    assert "emulated" in str(decide(request(precision="fp8_bwd"), [gpu(variants=held)])[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "held", "reasons"),
     [
@@ -40,10 +55,14 @@ def test_a_stand_in_for_the_backward_is_told() -> None:
         ({"hidden": 384}, kernels("forward bf16"), ["hidden is 384, must be a multiple of 256"]),
         ({"dtype": "float32"}, kernels("forward bf16"), ["takes bfloat16 inputs, got float32"]),
         ({}, STAGE_ONLY, ["this wheel holds no fused forward kernel in bf16"]),
+        ({"precision": "fp8_bwd"}, kernels("forward bf16"), []),
         (
-            {"precision": "fp8_bwd"},
-            kernels("forward bf16"),
-            ["this wheel holds no fused backward kernel in fp8"],
+            {"precision": "fp8"},
+            STAGE_ONLY,
+            [
+                "this wheel holds no fused forward kernel in fp8",
+                "this wheel holds no weight-quantising kernel in fp8",
+            ],
         ),
         ({"precision": "fp8_bwd"}, FULL, []),
     ],

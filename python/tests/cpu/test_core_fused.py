@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mega_moe
 from mega_moe import MegaMoEError, MoEBuffer, PeerError, RankTimeoutError
-from mega_moe._backends import faults
+from mega_moe._backends import faults, plan
 from mega_moe._backends.fused import FusedExecutor
 from mega_moe.testing import Problem, count_op_calls, random_problem
 
@@ -315,3 +316,31 @@ def test_destroyed(problem: Problem, fake_kernels: FakeKernels) -> None:
     assert fake_kernels.synchronized > before  # nothing may still write into what is given back
     with pytest.raises(MegaMoEError, match="destroyed"):
         call(problem, buffer)
+
+
+def test_a_slow_backward_is_warned_of(
+    fake_kernels: FakeKernels, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward is a kernel, and the rest is emulated: nobody should have to find out by the clock."""
+    monkeypatch.setattr(plan, "_warned", set())
+    with (
+        pytest.warns(mega_moe.FallbackWarning, match=f"mega_moe uses the backend fused; {NOTE}"),
+        make_buffer(problem, "auto", "fp8_bwd"),
+    ):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_buffer(problem, "auto", "bf16").destroy()
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+def test_fp8_is_the_references_where_a_kernel_is_missing(
+    fake_kernels: FakeKernels, problem: Problem, precision: str
+) -> None:
+    with (
+        make_buffer(problem, "fused", precision) as fused,
+        make_buffer(problem, "reference", precision) as plain,
+    ):
+        assert_same_bits(results(problem, fused, 0.5), results(problem, plain, 0.5))
+    forward = "forward fp8" if precision == "fp8" else "forward"
+    assert [launch.op for launch in fake_kernels.launches] == [forward]

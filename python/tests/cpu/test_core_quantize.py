@@ -159,3 +159,21 @@ def test_product_of_dequantised_operands() -> None:
     got = scaled_product(a, b)
     assert got.dtype == torch.float32
     assert relative_l2(got, wide_a @ wide_b.T) <= 2e-7
+
+
+def test_powers_of_two() -> None:
+    """The smallest that no code needs to be clamped for; zeros, denormals, Inf and NaN as without."""
+    amax = torch.tensor([0.0, 2.0**-133, 3.5e-40, 1.0, 448.0, 449.0, 448.0 * 2**7, 3e38, math.inf, math.nan])
+    value = torch.zeros(len(amax), 128)
+    value[:, 5] = amax
+    plain, rounded = (quantize_rows(value, p)[1].flatten() for p in (False, True))
+    finite = amax.isfinite()
+    mantissa, _ = torch.frexp(rounded[finite].double())
+    assert bool((mantissa == 0.5).all())
+    assert bool((rounded >= plain)[finite].all())
+    assert bool((rounded[finite].double() / 2 < plain[finite].double()).all())
+    assert rounded[0] == 1
+    assert rounded[4] == 1
+    assert rounded[5] == 2
+    assert rounded[8] == math.inf
+    assert rounded[9].isnan()

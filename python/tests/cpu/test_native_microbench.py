@@ -107,7 +107,7 @@ def test_variants_cover_every_tile_with_and_without_multicast_and_in_all_majors(
             == (block, instruction_n, schedule, "bf16")
         }
         assert forms == {(False, "k", "k"), (True, "k", "k"), (True, "k", "mn"), (True, "mn", "mn")}
-    assert {v["multicast"] for v in variants if v["promoted"]} == {False, True}
+    assert {v["multicast"] for v in variants if v["promotion"] != "none"} == {False, True}
     assert all(v["spill_bytes"] == 0 for v in variants)
 
 

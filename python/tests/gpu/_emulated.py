@@ -1,7 +1,7 @@
 """The forward of all ranks with the kernel's rounding points, in plain torch on any device.
 
-g, u, h and o are rounded to bf16; a rank sums its rows of a token in slot order and rounds the sum once for the way
-back; the token's own rank sums what the ranks sent in their order.
+g, u, h and o are rounded to bf16, in fp8 h to e4m3 instead, as x before it; a rank sums its rows of a token in slot
+order and rounds the sum once for the way back; the token's own rank sums what the ranks sent in their order.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.arithmetic import Experts
+from mega_moe._backends.quantize import quantize_rows
 from mega_moe._backends.reference import ReferenceArithmetic
 
 from ._forward import Layer
 
 
-def slot_outputs(layer: Layer) -> list[Tensor]:
+def slot_outputs(layer: Layer, precision: str = "bf16") -> list[Tensor]:
     """``o [T, K, H]`` bf16 of each rank's tokens; zero in masked slots."""
     one = layer.as_one_rank()
     x, ids, weights = one.x[0], one.ids[0], one.weights[0]
@@ -28,8 +29,9 @@ def slot_outputs(layer: Layer) -> list[Tensor]:
     counts = expert.bincount(minlength=layer.num_experts).tolist()
     clamp = None if layer.clamp is None or math.isinf(layer.clamp) else layer.clamp
     outputs = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
-    outputs[token, slot] = ReferenceArithmetic("bf16").forward(
-        (x[token],), weights[token, slot], Experts(layer.gate_up, layer.down, counts, clamp)
+    rows = tuple(part[token] for part in (quantize_rows(x) if precision == "fp8" else (x,)))
+    outputs[token, slot] = ReferenceArithmetic(precision).forward(
+        rows, weights[token, slot], Experts(layer.gate_up, layer.down, counts, clamp)
     )
     return list(outputs.split([len(own) for own in layer.x]))
 
@@ -53,5 +55,5 @@ def combined(layer: Layer, outputs: list[Tensor]) -> list[Tensor]:
     return results
 
 
-def emulated(layer: Layer) -> list[Tensor]:
-    return combined(layer, slot_outputs(layer))
+def emulated(layer: Layer, precision: str = "bf16") -> list[Tensor]:
+    return combined(layer, slot_outputs(layer, precision))

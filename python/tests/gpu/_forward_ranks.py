@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,13 +11,19 @@ from torch import Tensor
 from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.summary import Routing
 from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
 
 from ._forward import Layer
 from ._virtual import NAN, VirtualRanks
 
 
-def shape_of(layer: Layer, *, max_tokens: int | None = None, pool_rows: int = 0) -> Shape:
-    """The smallest buffer that holds ``layer``, with canaries. ``pool_rows`` 0: every call is one chunk."""
+def shape_of(
+    layer: Layer, *, max_tokens: int | None = None, pool_rows: int = 0, quantise: bool = False
+) -> Shape:
+    """The smallest buffer that holds ``layer``, with canaries. ``pool_rows`` 0: every call is one chunk.
+
+    ``quantise``: for the forward in fp8.
+    """
     return Shape(
         max_tokens=max(*(len(own) for own in layer.x), 1) if max_tokens is None else max_tokens,
         top_k=layer.ids[0].shape[1],
@@ -25,6 +32,7 @@ def shape_of(layer: Layer, *, max_tokens: int | None = None, pool_rows: int = 0)
         intermediate=layer.down.shape[2],
         num_ranks=layer.num_ranks,
         pool_rows=pool_rows,
+        quantise=quantise,
         home=True,
         canaries=True,
     )
@@ -60,6 +68,7 @@ class ForwardRanks(VirtualRanks):
             first_lane=first_lane,
         )
         self.forwards = [KernelForward(kernels) for kernels in self.kernels]
+        self._copies: dict[tuple[int, int], list[WeightCopy]] = {}
 
     def on(self, rank: int) -> contextlib.AbstractContextManager[None]:
         """The stream of one rank as the current one."""
@@ -74,7 +83,7 @@ class ForwardRanks(VirtualRanks):
         self, rank: int, layer: Layer, *, delay_seed: int = 0, trace: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         """One rank's launch on its stream, or on the one that captures."""
-        gate_up, down = layer.experts(rank)
+        gate_up, down = self.weights(rank, layer)
         return self.forwards[rank].forward(
             layer.x[rank],
             layer.ids[rank],
@@ -85,6 +94,16 @@ class ForwardRanks(VirtualRanks):
             delay_seed=delay_seed,
             trace=trace,
         )
+
+    def weights(self, rank: int, layer: Layer) -> Sequence[Tensor] | Sequence[WeightCopy]:
+        """Of one rank as the kernel reads them: e4m3 copies, made once, where the ranks compute in fp8."""
+        if not self.shape.quantise:
+            return layer.experts(rank)
+        key = (rank, layer.gate_up.data_ptr())
+        if key not in self._copies:
+            copies = WeightCopies(backward=False)
+            self._copies[key] = [copies.of(w, codes=True, transposed=False) for w in layer.experts(rank)]
+        return self._copies[key]
 
     def start_all(self, layer: Layer, *, delay_seed: int = 0) -> list[Tensor]:
         """One call of every rank, from the last to the first, each on its stream; waits for nothing."""
@@ -104,6 +123,7 @@ class ForwardRanks(VirtualRanks):
     def have_room(self, layer: Layer) -> None:
         """Allocate what the launches will: between them an allocation could wait for a launch that waits."""
         for rank in range(layer.num_ranks):
+            self.weights(rank, layer)
             with self.on(rank):
                 # The allocator keeps blocks of up to 1 MiB apart from larger ones.
                 spare = [torch.empty_like(layer.x[rank]) for _ in range(3)]
@@ -132,7 +152,8 @@ def new_ranks(
     pool_rows: int = 0,
     num_sms: int | None = None,
     limit: float = 5.0,
+    quantise: bool = False,
 ) -> ForwardRanks:
     """Ranks on a buffer that just holds ``layer``; ``limit``: seconds that a rank waits for another, or within."""
-    shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows)
+    shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantise=quantise)
     return ForwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)

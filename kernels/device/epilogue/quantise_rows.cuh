@@ -1,0 +1,76 @@
+#pragma once
+#include <cstdint>
+
+#include "device/base/group_scale.cuh"
+#include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/e4m3.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/max_nan.cuh"
+#include "device/ptx/shared_memory.cuh"
+#include "device/ptx/tma.cuh"
+#include "device/ptx/warp.cuh"
+
+namespace mega_moe::device {
+
+// Largest magnitudes of the thread's two rows of 128 columns, lane / 4 and + 8, over the four lanes that hold
+// each. NaN where there is one.
+__device__ __forceinline__ void amax_of_rows(const float* d, float (&amax)[2]) {
+    amax[0] = amax[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 64; ++i)
+        amax[i / 2 % 2] = ptx::max_abs_nan(amax[i / 2 % 2], d[i]);
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2)
+#pragma unroll
+        for (int row = 0; row < 2; ++row)
+            amax[row] = ptx::max_abs_nan(amax[row], __shfl_xor_sync(ptx::kAllLanes, amax[row], distance));
+}
+
+// One warp's 16 rows x 128 columns, each row times its weight, to e4m3 with a scale factor for each row, and
+// where they go: codes by the map's box of 128 x 16 at (column, row), scale factors to 16 words at `scales`.
+// Through 2 KB of shared memory in the 128-byte swizzle and 64 bytes. `d` are the accumulators of those
+// columns: rows lane / 4 and + 8, columns 8 i + 2 (lane % 4) and + 1. One product of each element with weight
+// / scale may differ from weighting and dividing in the last bits of fp32, which is far less than the sums
+// that the element was made of do.
+__device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2], const void* map,
+                                              std::uint32_t buffer, std::uint32_t scale_buffer, int column,
+                                              int row, std::byte* scales, int lane) {
+    float amax[2];
+    amax_of_rows(d, amax);
+    GroupScale scale[2];
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        scale[i] = make_group_scale(amax[i] * fabsf(weight[i]));
+        factor[i] = weight[i] * scale[i].high;
+    }
+    if (ptx::any(scale[0].lift != 1.0f || scale[1].lift != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+            d[i] *= scale[i / 2 % 2].lift;
+    }
+    if (lane == 0) ptx::bulk_wait_read<0>();
+    __syncwarp();
+    if (lane % 4 == 0) {
+        ptx::store_shared(scale_buffer + lane, scale[0].scale);
+        ptx::store_shared(scale_buffer + lane + 32, scale[1].scale);
+    }
+    const int in_warp = lane / 4;
+    const std::uint32_t at = buffer + in_warp * 128 + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+        // 16 bytes are two of the accumulators' blocks of 8 columns.
+        const std::uint32_t to = (at ^ ((i / 8 ^ in_warp) << 4)) + i / 4 % 2 * 8;
+        ptx::store_shared(to, ptx::convert_e4m3x2(d[i] * factor[0], d[i + 1] * factor[0]));
+        ptx::store_shared(to + 1024, ptx::convert_e4m3x2(d[i + 2] * factor[1], d[i + 3] * factor[1]));
+    }
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+        ptx::tma_store(map, buffer, column, row);
+        ptx::bulk_store(scales, scale_buffer, 64);
+        ptx::bulk_commit();
+    }
+}
+
+}  // namespace mega_moe::device

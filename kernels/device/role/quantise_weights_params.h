@@ -1,0 +1,18 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace mega_moe::device {
+
+// Parameters of the kernel that makes a weight's e4m3 copies. A copy that nobody wants is null.
+struct QuantiseWeightsParams {
+    const std::byte* weight;      // bf16 [experts, rows, columns]
+    std::byte* codes;             // e4m3 [experts, rows, columns]
+    std::byte* codes_transposed;  // e4m3 [experts, columns, rows]
+    float* scales;                // [experts, rows / 128, columns / 128]
+    std::uint32_t row_blocks;     // of 128, of one expert
+    std::uint32_t column_blocks;
+    bool power_of_two;  // round scales up to one
+};
+
+}  // namespace mega_moe::device

@@ -1,0 +1,166 @@
+#pragma once
+#include <cstdint>
+
+#include "device/mma/multiply_promoted.cuh"
+#include "device/ptx/async_copy.cuh"
+#include "device/ptx/shared_memory.cuh"
+#include "device/role/layer_math.cuh"
+
+// How the warps of a quantised layer go through the stages of its e4m3 products. Beside the sums a math warp
+// has some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
+namespace mega_moe::device {
+
+// As Unpublished, which this is instead of: it waits for no other warp, but looks again later. A loop of
+// another kind than those that wait for a stage makes ptxas take nothing that follows for a value of the whole
+// warp; descriptors of operands must be such, and there are no registers to keep them beside.
+struct Deferred {
+    static constexpr std::int32_t kNone = -1;
+
+    std::uint32_t* counters;
+    std::uint32_t written;  // shared: tiles of this warpgroup that each warp has written
+    std::uint32_t warp;     // of the warpgroup
+    // In the first lane.
+    std::int32_t counter = kNone;  // which, as the next
+    std::int32_t second = kNone;   // of the same stores
+    std::uint32_t tiles = 0;
+    bool is_written = false;  // as the other warps know
+
+    __device__ __forceinline__ Deferred(std::uint32_t* all_counters, std::uint32_t shared_words, int math_warp)
+        : counters(all_counters),
+          written(shared_words + math_warp / kGroupWarps * kGroupWarps * 4),
+          warp(static_cast<std::uint32_t>(math_warp % kGroupWarps)) {}
+
+    // By one warp, again and again until nothing is pending.
+    __device__ __forceinline__ void publish(int lane) {
+        if (!pending() || lane != 0) return;
+        if (!is_written) {
+            ptx::bulk_wait<0>();
+            ptx::store_release_shared(written + warp * 4, tiles + 1);
+            is_written = true;
+        }
+        if ((tiles + 1) % kGroupWarps == warp) {
+            bool all = true;
+#pragma unroll
+            for (int i = 0; i < kGroupWarps; ++i)
+                all = all && ptx::load_acquire_shared(written + 4 * i) > tiles;
+            if (!all) return;
+            ptx::fence_gpu();
+            if (counter >= 0) ptx::add_relaxed_gpu(counters + counter, kGroupWarps);
+            if (second >= 0) ptx::add_relaxed_gpu(counters + second, kGroupWarps);
+        }
+        ++tiles;
+        is_written = false;
+        counter = second = kNone;
+    }
+    // Before a wait that may depend on it, if only by way of other CTAs.
+    __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity, int lane) {
+        while (!ptx::mbarrier_try_wait(barrier, parity))
+            publish(lane);
+    }
+    // Before the next stores.
+    __device__ __forceinline__ void finish(int lane) {
+        while (ptx::any(lane == 0 && pending()))
+            publish(lane);
+    }
+    __device__ __forceinline__ bool pending() const { return counter >= 0 || second >= 0; }
+};
+
+// The loading thread: scale factors of a stage's first and second 128 columns, which arrive at its barrier.
+template <class C>
+__device__ __forceinline__ void load_column_scales(const LayerShared<C>& shared, int stage, const float* first,
+                                                   const float* second) {
+    const std::uint32_t to = shared.column_scales(stage);
+    ptx::copy_word_async(to, first);
+    ptx::copy_word_async(to + 4, second);
+    ptx::arrive_after_copies(shared.full(stage));
+}
+
+// A tile's stages as multiply_blocks takes them, for one warp.
+//   RowScales: std::uint32_t operator()(int stage, int k_block), shared address of the scale factor of the
+//   tile's first row; kStride, bytes to the next row's
+template <class C, class RowScales>
+struct QuantisedStages {
+    const LayerShared<C>& shared;
+    RingCursor<C::kStages>& stage;  // the next that is opened
+    Deferred& unpublished;
+    RowScales row_scales;
+    int warpgroup;
+    std::uint32_t row;  // the thread's first one, times the stride of the scale factors
+    int lane;
+    int k_block = 0;
+
+    __device__ __forceinline__ StageOperands open() {
+        ptx::mbarrier_wait(shared.full(stage.at), stage.parity);
+        const std::uint32_t rows = shared.a(stage.at) + static_cast<std::uint32_t>(warpgroup * layout::kRowBlock * kOperandRowBytes);
+        const StageOperands at{descriptor_low<Major::kK>(rows), descriptor_low<Major::kK>(shared.b(stage.at))};
+        stage.next();
+        return at;
+    }
+    __device__ __forceinline__ BlockScales scales() {
+        const int at = opened(1);
+        const std::uint32_t from = row_scales(at, k_block) + row;
+        const std::uint32_t columns = shared.column_scales(at);
+        const BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + 8 * RowScales::kStride)},
+                            {ptx::load_shared(columns), ptx::load_shared(columns + 4)}};
+        // The warpgroups take turns: while one waits for its stores to be seen, the other's products go on.
+        if (k_block >= kPublishBlock + warpgroup) unpublished.publish(lane);
+        ++k_block;
+        return s;
+    }
+    __device__ __forceinline__ void close(int open) {
+        release_stage<C>(shared, opened(open), lane);
+    }
+
+  private:
+    // The stage that was opened so many stages ago.
+    __device__ __forceinline__ int opened(int ago) const {
+        static_assert((C::kStages & (C::kStages - 1)) == 0, "stages");
+        return (stage.at - ago) & (C::kStages - 1);
+    }
+};
+
+// Scale factors that came with the stage: one run of those of a tile's rows.
+template <class C>
+struct RowScalesOfStage {
+    static constexpr int kStride = 4;
+    const LayerShared<C>& shared;
+
+    __device__ __forceinline__ std::uint32_t operator()(int stage, int) const {
+        return shared.h_scales(stage);
+    }
+};
+
+// A warpgroup without rows passes the stages of a tile on.
+template <class C>
+__device__ __forceinline__ void pass_tile(const LayerShared<C>& shared, RingCursor<C::kStages>& stage,
+                                          int k_blocks, Deferred& unpublished, int lane) {
+    for (int k_block = 0; k_block < k_blocks; ++k_block, stage.next()) {
+        unpublished.wait(shared.full(stage.at), stage.parity, lane);
+        release_stage<C>(shared, stage.at, lane);
+    }
+}
+
+// sums += a tile's products, by a warpgroup with rows.
+template <class C, class RowScales, int Columns>
+__device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const LayerShared<C>& shared,
+                                                   RingCursor<C::kStages>& stage, int k_blocks,
+                                                   Deferred& unpublished, const RowScales& row_scales,
+                                                   int math_warp, int lane) {
+    const std::uint32_t zero = ptx::opaque_zero();
+    QuantisedStages<C, RowScales> stages{
+        shared,
+        stage,
+        unpublished,
+        row_scales,
+        math_warp / kGroupWarps,
+        static_cast<std::uint32_t>((math_warp * 16 + lane / 4) * RowScales::kStride),
+        lane};
+    PartialSums partial;
+#pragma unroll
+    for (int i = 0; i < 64; ++i)
+        partial[i / 32][i % 32] = 0.0f;
+    while (stages.k_block < k_blocks)
+        multiply_blocks<1>(sums, partial, zero, stages);
+}
+
+}  // namespace mega_moe::device

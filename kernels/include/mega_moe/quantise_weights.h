@@ -1,0 +1,26 @@
+#pragma once
+#include <cstdint>
+
+#include "mega_moe/status.h"
+
+namespace mega_moe {
+
+// Makes e4m3 copies of a weight, with one fp32 scale factor per block of 128 x 128, which serves both.
+// Pointers are device addresses on `device`, aligned to 16 bytes; extents are checked by the caller. A copy
+// that nobody wants is null.
+struct QuantiseWeightsProblem {
+    const void* weight;      // bf16 [num_experts, rows, columns]
+    void* codes;             // e4m3 [num_experts, rows, columns]
+    void* codes_transposed;  // e4m3 [num_experts, columns, rows]
+    void* scales;            // fp32 [num_experts, rows / 128, columns / 128]
+    std::int64_t num_experts;
+    std::int64_t rows;
+    std::int64_t columns;
+    bool power_of_two;  // round scales up to one
+    int device;
+    void* stream;  // cudaStream_t
+};
+
+Status launch_quantise_weights(const QuantiseWeightsProblem& problem) noexcept;
+
+}  // namespace mega_moe
