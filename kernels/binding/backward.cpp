@@ -26,7 +26,7 @@ void moe_backward(const Tensor& x, const Tensor& dy, const Tensor& topk_idx, con
     check.multiple("intermediate", intermediate, 128);
     const auto num_ranks = static_cast<int64_t>(buffers.size());
     const RouteShape shape = checked_shape(check, max_tokens, topk_idx.size(1), num_experts, hidden,
-                                           intermediate, num_ranks, pool_rows, false, true, canaries, true);
+                                           intermediate, num_ranks, pool_rows, false, true, canaries, 1);
     const int64_t num_tokens = topk_idx.size(0);
     const int64_t num_local = num_experts / num_ranks;
     constexpr ScalarType kBf16 = ScalarType::BFloat16;

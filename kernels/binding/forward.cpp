@@ -26,7 +26,7 @@ struct ForwardArguments {
     int64_t num_experts;
     int64_t pool_rows;
     bool canaries;
-    bool backward;
+    int64_t backward;
     double clamp;
     int64_t delay_seed;
     int64_t trace;
@@ -114,7 +114,7 @@ void forward(const Checker& check, const ForwardArguments& a) {
 void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& w_gate_up,
                  const Tensor& w_down, const Tensor& y, const Tensor& saved_gate_up, const Tensor& summary,
                  std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
-                 int64_t num_experts, int64_t pool_rows, bool canaries, bool backward, int64_t rank,
+                 int64_t num_experts, int64_t pool_rows, bool canaries, int64_t backward, int64_t rank,
                  int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp, int64_t delay_seed,
                  int64_t trace, int64_t trace_bytes) {
     forward(Checker("moe_forward"), {x,
@@ -143,7 +143,7 @@ void moe_forward_fp8(const Tensor& x, const Tensor& topk_idx, const Tensor& topk
                      const Tensor& w_gate_up, const Tensor& gate_up_sf, const Tensor& w_down,
                      const Tensor& down_sf, const Tensor& y, const Tensor& summary,
                      std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
-                     int64_t num_experts, int64_t pool_rows, bool canaries, bool backward, int64_t rank,
+                     int64_t num_experts, int64_t pool_rows, bool canaries, int64_t backward, int64_t rank,
                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp,
                      int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
     forward(Checker("moe_forward_fp8"), {x,

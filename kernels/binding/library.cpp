@@ -22,15 +22,16 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "quantise_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) codes_transposed, Tensor(c!) scales, "
         "bool power_of_two) -> ()");
     // What the memory of the routing tables depends on; pool_rows 0 is the largest useful pool, one chunk for
-    // any routing.
+    // any routing. backward: 0 without what the backward needs besides, 1 with it, 2 with what it needs in
+    // fp8.
     m.def(
         "symmetric_layout(int max_tokens, int top_k, int num_experts, int hidden, int intermediate, int "
         "num_ranks, int pool_rows, "
-        "bool quantise, bool home, bool canaries, bool backward) -> int[]");
+        "bool quantise, bool home, bool canaries, int backward) -> int[]");
     m.def(
         "workspace_layout(int max_tokens, int top_k, int num_experts, int hidden, int intermediate, int "
         "num_ranks, int pool_rows, "
-        "bool quantise, bool home, bool canaries, bool backward) -> int[]");
+        "bool quantise, bool home, bool canaries, int backward) -> int[]");
     m.def("symmetric_parts() -> str");
     m.def("workspace_parts() -> str");
     m.def(
@@ -39,7 +40,7 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "int max_tokens, int num_experts, int hidden, int intermediate, int pool_rows, bool quantise, bool "
         "home, "
         "bool "
-        "canaries, bool backward, int rank, "
+        "canaries, int backward, int rank, "
         "int num_sms, int arrival_ns, int progress_ns, int refused_tokens, bool weighted) -> ()");
     // saved_gate_up: bf16 [rows, 2 * intermediate] that only moe_backward reads, of the rows with the lowest
     // slots; an empty tensor of one dimension saves nothing. clamp: of gate and up, +inf for none.
@@ -49,7 +50,7 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "moe_forward(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, "
         "Tensor(a!) y, Tensor(b!) saved_gate_up, Tensor(c!) summary, int[] buffers, int workspace, int "
         "record, int max_tokens, "
-        "int num_experts, int pool_rows, bool canaries, bool backward, int rank, int num_sms, int "
+        "int num_experts, int pool_rows, bool canaries, int backward, int rank, int num_sms, int "
         "arrival_ns, "
         "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
     // The same in e4m3: weights with an fp32 scale factor for each 128 x 128 of them, x quantised by the
@@ -58,7 +59,7 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "moe_forward_fp8(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor "
         "gate_up_sf, "
         "Tensor w_down, Tensor down_sf, Tensor(a!) y, Tensor(b!) summary, int[] buffers, int workspace, int "
-        "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool backward, int rank, int "
+        "record, int max_tokens, int num_experts, int pool_rows, bool canaries, int backward, int rank, int "
         "num_sms, int arrival_ns, int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) "
         "-> "
         "()");

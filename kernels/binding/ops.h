@@ -19,23 +19,23 @@ void quantise_weights(const Tensor& weight, const Tensor& codes, const Tensor& c
 
 std::vector<int64_t> symmetric_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
                                       int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
-                                      bool quantise, bool home, bool canaries, bool backward);
+                                      bool quantise, bool home, bool canaries, int64_t backward);
 std::vector<int64_t> workspace_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
                                       int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
-                                      bool quantise, bool home, bool canaries, bool backward);
+                                      bool quantise, bool home, bool canaries, int64_t backward);
 std::string symmetric_parts();
 std::string workspace_parts();
 
 void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& summary,
            std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
            int64_t num_experts, int64_t hidden, int64_t intermediate, int64_t pool_rows, bool quantise,
-           bool home, bool canaries, bool backward, int64_t rank, int64_t num_sms, int64_t arrival_ns,
+           bool home, bool canaries, int64_t backward, int64_t rank, int64_t num_sms, int64_t arrival_ns,
            int64_t progress_ns, int64_t refused_tokens, bool weighted);
 
 void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& w_gate_up,
                  const Tensor& w_down, const Tensor& y, const Tensor& saved_gate_up, const Tensor& summary,
                  std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
-                 int64_t num_experts, int64_t pool_rows, bool canaries, bool backward, int64_t rank,
+                 int64_t num_experts, int64_t pool_rows, bool canaries, int64_t backward, int64_t rank,
                  int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp, int64_t delay_seed,
                  int64_t trace, int64_t trace_bytes);
 
@@ -43,7 +43,7 @@ void moe_forward_fp8(const Tensor& x, const Tensor& topk_idx, const Tensor& topk
                      const Tensor& w_gate_up, const Tensor& gate_up_sf, const Tensor& w_down,
                      const Tensor& down_sf, const Tensor& y, const Tensor& summary,
                      std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
-                     int64_t num_experts, int64_t pool_rows, bool canaries, bool backward, int64_t rank,
+                     int64_t num_experts, int64_t pool_rows, bool canaries, int64_t backward, int64_t rank,
                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp,
                      int64_t delay_seed, int64_t trace, int64_t trace_bytes);
 

@@ -25,13 +25,13 @@ std::string names(const LayoutTable& table) {
     return text;
 }
 
-constexpr RouteShape kAnyShape{128, 1, 1, 8, 0, 1, 256, false, false, false, false};
+constexpr RouteShape kAnyShape{128, 1, 1, 8, 0, 1, 256, false, false, false, false, false};
 
 }  // namespace
 
 std::vector<int64_t> symmetric_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
                                       int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
-                                      bool quantise, bool home, bool canaries, bool backward) {
+                                      bool quantise, bool home, bool canaries, int64_t backward) {
     return flattened(mega_moe::symmetric_layout(
         checked_shape(Checker("symmetric_layout"), max_tokens, top_k, num_experts, hidden, intermediate,
                       num_ranks, pool_rows, quantise, home, canaries, backward)));
@@ -39,7 +39,7 @@ std::vector<int64_t> symmetric_layout(int64_t max_tokens, int64_t top_k, int64_t
 
 std::vector<int64_t> workspace_layout(int64_t max_tokens, int64_t top_k, int64_t num_experts, int64_t hidden,
                                       int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
-                                      bool quantise, bool home, bool canaries, bool backward) {
+                                      bool quantise, bool home, bool canaries, int64_t backward) {
     return flattened(mega_moe::workspace_layout(
         checked_shape(Checker("workspace_layout"), max_tokens, top_k, num_experts, hidden, intermediate,
                       num_ranks, pool_rows, quantise, home, canaries, backward)));
@@ -56,7 +56,7 @@ std::string workspace_parts() {
 void route(const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& summary,
            std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
            int64_t num_experts, int64_t hidden, int64_t intermediate, int64_t pool_rows, bool quantise,
-           bool home, bool canaries, bool backward, int64_t rank, int64_t num_sms, int64_t arrival_ns,
+           bool home, bool canaries, int64_t backward, int64_t rank, int64_t num_sms, int64_t arrival_ns,
            int64_t progress_ns, int64_t refused_tokens, bool weighted) {
     const Checker check("route");
     check.dims("topk_idx", topk_idx, 2);

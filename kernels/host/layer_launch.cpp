@@ -13,6 +13,12 @@ namespace {
 
 constexpr int kCtasPerCluster = 2;
 
+layout::LayerForm layer_form(const Variant& variant) noexcept {
+    if (variant.precision != Precision::kFp8) return layout::LayerForm::kBf16;
+    const bool forward = variant.op == Op::kForward || variant.op == Op::kForwardTrace;
+    return forward ? layout::LayerForm::kFp8Forward : layout::LayerForm::kFp8Backward;
+}
+
 }  // namespace
 
 Status prepare_layer(Op op, Precision precision, const RouteProblem& route, LayerLaunch& launch) noexcept {
@@ -56,8 +62,7 @@ Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const 
         layout::make_route_shared(variant.threads, params.endpoint.num_ranks, params.num_local,
                                   params.max_blocks, params.one_chunk)
             .total;
-    const layout::LayerShared shared =
-        layout::make_layer_shared(variant.stages, variant.precision == Precision::kFp8);
+    const layout::LayerShared shared = layout::make_layer_shared(variant.stages, layer_form(variant));
     if (routing > shared.ring || shared.total > launch.facts.max_shared_bytes) {
         return error_status(
             "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has "

@@ -36,10 +36,17 @@ layout::SymmetricShape symmetric_shape(const RouteShape& s) noexcept {
 }
 
 layout::WorkspaceShape workspace_shape(const RouteShape& s) noexcept {
-    return {s.max_tokens,   s.top_k,     s.num_experts / s.num_ranks,
-            s.num_ranks,    s.pool_rows, s.hidden,
-            s.intermediate, s.backward,  s.canaries,
-            s.quantise};
+    return {s.max_tokens,
+            s.top_k,
+            s.num_experts / s.num_ranks,
+            s.num_ranks,
+            s.pool_rows,
+            s.hidden,
+            s.intermediate,
+            s.backward,
+            s.canaries,
+            s.quantise,
+            s.quantise_backward};
 }
 
 LayoutTable symmetric_layout(const RouteShape& shape) noexcept {

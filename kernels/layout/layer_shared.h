@@ -15,6 +15,8 @@ inline constexpr int kStoreBytes = 16 * 128;             // a warp's 16 rows x 6
 inline constexpr int kMathWarps = 8;
 inline constexpr int kPullBuffers = 4;
 inline constexpr int kPullBytes = 4096;
+// Beside scale factors there is room for so many.
+inline constexpr int kQuantisingPullBuffers = 3;
 // Rows of e4m3 come in smaller pieces, each with its scale factors, and more of them are under way.
 inline constexpr int kQuantisedPullBuffers = 5;
 inline constexpr int kQuantisedPullBytes = 2048;
@@ -22,25 +24,33 @@ inline constexpr int kPullScaleBytes = kQuantisedPullBytes / kQuantGroup * 4;
 // Pieces that are loading or stored and not yet told, what is known of each: its slots, and one more word.
 inline constexpr int kPullPieces = 7;
 inline constexpr int kPullPieceBytes = (kMaxSlotsPerToken + 1) * 4;
-// Scale factors of a tile's rows: of x for so many k-blocks at once, since a box of a tensor has rows of 16
-// bytes at least, twice; of h for each stage.
+// Scale factors of a tile's rows: of x in the forward for so many k-blocks at once, since a box of a tensor
+// has rows of 16 bytes at least, twice; of others for each stage, in whose order they lie in memory.
 inline constexpr int kScaleBlocks = 4;
 inline constexpr int kXScaleBytes = kTileRows * kScaleBlocks * 4;
 inline constexpr int kXScaleBuffers = 2;
-inline constexpr int kHScaleBytes = kTileRows * 4;
+inline constexpr int kRowScaleBytes = kTileRows * 4;
 inline constexpr int kColumnScaleBytes = 8;      // of a stage's first and second 128 columns
-inline constexpr int kStoreScaleBytes = 16 * 4;  // a warp's 16 rows of h
+inline constexpr int kStoreScaleBytes = 16 * 4;  // a warp's 16 rows
 inline constexpr int kTileRing = 4;              // tiles that the scheduler is ahead at most
 inline constexpr int kTileRecordBytes = 64;
 // Tickets on their way to the second CTA of a cluster. The first is never so far ahead: when it sends ticket
 // n it has read all of tile n - kTileRing, whose stages the second must have released but for the last few.
 inline constexpr int kMailbox = 16;
 
+// What the products of a layer's kernel read, and how its rows come.
+enum class LayerForm {
+    kBf16,
+    kFp8Forward,   // e4m3; x travels so
+    kFp8Backward,  // e4m3, but for the weights' gradients; x and dy travel in bf16 and are quantised on
+                   // arrival
+};
+
 struct LayerShared {
     int store;
     int pull;
-    int x_scales;  // from here to the ring: of a quantised layer alone
-    int h_scales;
+    int x_scales;    // of the forward in fp8 alone
+    int row_scales;  // of either in fp8, as the next two
     int column_scales;
     int store_scales;
     int pull_scales;
@@ -58,19 +68,21 @@ struct LayerShared {
 };
 
 // The stages come first; the routing phase uses everything below `ring` before they are filled.
-MEGA_MOE_LAW LayerShared make_layer_shared(int stages, bool quantised) {
+MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
+    const bool quantised = form != LayerForm::kBf16;
+    const bool forward = form == LayerForm::kFp8Forward;
     LayerShared s{};
-    s.pull_buffers = quantised ? kQuantisedPullBuffers : kPullBuffers;
-    s.pull_bytes = quantised ? kQuantisedPullBytes : kPullBytes;
+    s.pull_buffers = forward ? kQuantisedPullBuffers : quantised ? kQuantisingPullBuffers : kPullBuffers;
+    s.pull_bytes = forward ? kQuantisedPullBytes : kPullBytes;
     s.store = stages * (kStageBytesA + kStageBytesB);
     s.pull = s.store + kMathWarps * kStoreBytes;
     s.x_scales = s.pull + s.pull_buffers * s.pull_bytes;
-    s.h_scales = s.x_scales + (quantised ? kXScaleBuffers * kXScaleBytes : 0);
-    s.column_scales = s.h_scales + (quantised ? stages * kHScaleBytes : 0);
+    s.row_scales = s.x_scales + (forward ? kXScaleBuffers * kXScaleBytes : 0);
+    s.column_scales = s.row_scales + (quantised ? stages * kRowScaleBytes : 0);
     s.store_scales = s.column_scales + (quantised ? stages * kColumnScaleBytes : 0);
     s.pull_scales = s.store_scales + (quantised ? kMathWarps * kStoreScaleBytes : 0);
-    s.pieces = s.pull_scales + (quantised ? s.pull_buffers * kPullScaleBytes : 0);
-    s.ring = s.pieces + (quantised ? (kPullPieces * kPullPieceBytes + 15) / 16 * 16 : 0);
+    s.pieces = s.pull_scales + (forward ? s.pull_buffers * kPullScaleBytes : 0);
+    s.ring = s.pieces + (forward ? (kPullPieces * kPullPieceBytes + 15) / 16 * 16 : 0);
     s.mailbox = s.ring + kTileRing * kTileRecordBytes;
     s.barriers = s.mailbox + kMailbox * 4;
     // Full and empty stages, full and empty ring, mailbox, pull buffers.

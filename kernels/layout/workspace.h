@@ -19,7 +19,8 @@ struct WorkspaceShape {
     std::int64_t intermediate;  // 0: tables alone, no pools
     bool backward;              // with what the backward needs besides
     bool canaries;
-    bool quantise = false;  // x and h are e4m3 in the forward
+    bool quantise = false;           // x and h are e4m3 in the forward
+    bool quantise_backward = false;  // x, dy and dz are e4m3 in the backward too
 
     // Of an element of x and h, where the backward needs no bf16.
     MEGA_MOE_LAW std::int64_t row_element() const { return quantise && !backward ? 1 : 2; }
@@ -71,12 +72,17 @@ enum WorkspacePart {
     kOPool,   // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
     kDyPool,  // bf16 [pools][pool_rows, hidden]: rows of dy by slot
     kDzPool,  // bf16 [pools][pool_rows, 2 * intermediate]: gradients of gate and up
-    kDtopkPool,   // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
-    kPartials,    // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their
-                  // sums
-    kXScalePool,  // fp32 [pools][pool_rows, hidden / 128]: scale factors of x
-    kHScalePool,  // fp32 [pools][pool_rows / 128][intermediate / 128][128]: of h, so that a tile's are one
-                  // run
+    kDtopkPool,    // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
+    kPartials,     // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their
+                   // sums
+    kXScalePool,   // fp32 [pools][pool_rows, hidden / 128]: scale factors of x; in the backward as those of h
+    kHScalePool,   // fp32 [pools][pool_rows / 128][intermediate / 128][128]: of h, so that a tile's are one
+                   // run
+    kXCodePool,    // e4m3 [pools][pool_rows, hidden]: rows of x, of a quantised backward
+    kDyCodePool,   // the same of dy
+    kDzCodePool,   // e4m3 [pools][pool_rows, 2 * intermediate]
+    kDyScalePool,  // fp32 [pools][pool_rows / 128][hidden / 128][128]: of dy
+    kDzScalePool,  // fp32 [pools][pool_rows / 128][2 * intermediate / 128][128]: of dz
     kWorkspaceParts
 };
 
@@ -132,9 +138,17 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     builder.add("dz_pool", backward_rows * s.intermediate * 4);
     builder.add("dtopk_pool", backward_rows * (s.intermediate / 128) * 4);
     builder.add("partials", s.backward && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
-    const std::int64_t scaled_rows = s.quantise ? rows : 0;
-    builder.add("x_sf_pool", scaled_rows * (s.hidden / kQuantGroup) * 4);
-    builder.add("h_sf_pool", scaled_rows * (s.intermediate / kQuantGroup) * 4);
+    const std::int64_t forward_codes = s.quantise ? rows : 0;
+    const std::int64_t backward_codes = s.backward && s.quantise_backward ? rows : 0;
+    const std::int64_t groups = s.hidden / kQuantGroup;
+    const std::int64_t inner_groups = s.intermediate / kQuantGroup;
+    builder.add("x_sf_pool", (s.quantise ? forward_codes : backward_codes) * groups * 4);
+    builder.add("h_sf_pool", forward_codes * inner_groups * 4);
+    builder.add("x_e4m3_pool", backward_codes * s.hidden);
+    builder.add("dy_e4m3_pool", backward_codes * s.hidden);
+    builder.add("dz_e4m3_pool", backward_codes * 2 * s.intermediate);
+    builder.add("dy_sf_pool", backward_codes * groups * 4);
+    builder.add("dz_sf_pool", backward_codes * 2 * inner_groups * 4);
     return builder.finish();
 }
 

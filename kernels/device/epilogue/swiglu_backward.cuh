@@ -7,14 +7,12 @@ namespace mega_moe::device {
 
 // The backward of h = round(silu(g) * u * w) for a warp's 16 rows x 64 features. `gate` and `up` hold pairs
 // of neighbouring columns as bf16, in wgmma's order, so that even words are of row lane / 4 and odd ones of
-// row + 8; their gradients take their place. `h` is computed anew, and `dw` gets what the features add to the
-// gradient of the row's routing weight w. `dh` is the gradient of h; `mask` is all ones for a row that
-// counts, else 0: what lies beyond the last row becomes zero, since sums over rows read it.
-template <bool Clamped>
-__device__ __forceinline__ void swiglu_backward_block(std::uint32_t* gate, std::uint32_t* up,
-                                                      std::uint32_t* h_words, const float* dh,
-                                                      const float (&w)[2], const std::uint32_t (&mask)[2],
-                                                      float clamp, float (&dw)[2]) {
+// row + 8. `dh` is the gradient of h, and `dw` gets what the features add to the gradient of the row's
+// routing weight w. `sink(first, dg, du, h)` takes four elements at a time, from `first` on.
+template <bool Clamped, class Sink>
+__device__ __forceinline__ void swiglu_backward(const std::uint32_t* gate, const std::uint32_t* up,
+                                                const float* dh, const float (&w)[2], float clamp,
+                                                float (&dw)[2], const Sink& sink) {
     constexpr int kAtOnce = 4;
 #pragma unroll
     for (int first = 0; first < 32; first += kAtOnce) {
@@ -55,14 +53,48 @@ __device__ __forceinline__ void swiglu_backward_block(std::uint32_t* gate, std::
             if (Clamped && !gate_inside[i]) dg[i] = 0.0f;
             if (Clamped && !up_inside[i]) du[i] = 0.0f;
         }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; i += 2) {
-            const int word = (first + i) / 2;
-            gate[word] = ptx::convert_bf16x2(dg[i], dg[i + 1]) & mask[word % 2];
-            up[word] = ptx::convert_bf16x2(du[i], du[i + 1]) & mask[word % 2];
-            h_words[word] = ptx::convert_bf16x2(h[i], h[i + 1]) & mask[word % 2];
-        }
+        sink(first, dg, du, h);
     }
+}
+
+// In place of gate and up their gradients, and `h_words` anew, all in bf16. `mask` is all ones for a row that
+// counts, else 0: what lies beyond the last row becomes zero, since sums over rows read it.
+template <bool Clamped>
+__device__ __forceinline__ void swiglu_backward_block(std::uint32_t* gate, std::uint32_t* up,
+                                                      std::uint32_t* h_words, const float* dh,
+                                                      const float (&w)[2], const std::uint32_t (&mask)[2],
+                                                      float clamp, float (&dw)[2]) {
+    swiglu_backward<Clamped>(gate, up, dh, w, clamp, dw,
+                             [&](int first, const float* dg, const float* du, const float* h) {
+#pragma unroll
+                                 for (int i = 0; i < 4; i += 2) {
+                                     const int word = (first + i) / 2;
+                                     gate[word] = ptx::convert_bf16x2(dg[i], dg[i + 1]) & mask[word % 2];
+                                     up[word] = ptx::convert_bf16x2(du[i], du[i + 1]) & mask[word % 2];
+                                     h_words[word] = ptx::convert_bf16x2(h[i], h[i + 1]) & mask[word % 2];
+                                 }
+                             });
+}
+
+// The same, with the gradients as fp32: of gate in place of `dh`, of up in `du`.
+template <bool Clamped>
+__device__ __forceinline__ void swiglu_backward_wide(const std::uint32_t* gate, const std::uint32_t* up,
+                                                     std::uint32_t* h_words, float* dh, float* du_out,
+                                                     const float (&w)[2], const std::uint32_t (&mask)[2],
+                                                     float clamp, float (&dw)[2]) {
+    swiglu_backward<Clamped>(gate, up, dh, w, clamp, dw,
+                             [&](int first, const float* dg, const float* du, const float* h) {
+#pragma unroll
+                                 for (int i = 0; i < 4; i += 2) {
+                                     const int word = (first + i) / 2;
+                                     h_words[word] = ptx::convert_bf16x2(h[i], h[i + 1]) & mask[word % 2];
+                                 }
+#pragma unroll
+                                 for (int i = 0; i < 4; ++i) {
+                                     dh[first + i] = dg[i];
+                                     du_out[first + i] = du[i];
+                                 }
+                             });
 }
 
 }  // namespace mega_moe::device

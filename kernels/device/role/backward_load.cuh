@@ -4,6 +4,7 @@
 #include "device/ptx/fence.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/role/backward_schedule.cuh"
+#include "device/role/quantised_stages.cuh"
 
 namespace mega_moe::device {
 
@@ -27,10 +28,18 @@ class BackwardLoader {
             ptx::fence_proxy_async_global();
             tracer.end(wait_kind(t.kind), t.chunk, t.expert, trace_index(t, 0));
             if (t.kind == kDzTile) {
-                if (!C::kSaves || (t.flags & kSaved) == 0) load_gate_up(t);
-                load_da(t);
+                if constexpr (C::kQuantised) {
+                    load_quantised(t, gate_up_operands(t));
+                    load_quantised(t, dh_operands(t));
+                } else {
+                    if (!C::kSaves || (t.flags & kSaved) == 0) load_gate_up(t);
+                    load_da(t);
+                }
             } else if (t.kind == kDxTile) {
-                load_dx(t);
+                if constexpr (C::kQuantised)
+                    load_quantised(t, dx_operands(t));
+                else
+                    load_dx(t);
             } else if (t.kind == kGateUpGradient) {
                 load_gradient(t, &p.dz_blocks, &p.x_blocks);
             } else {
@@ -127,13 +136,89 @@ class BackwardLoader {
             }
         }
     }
+    // Of a product of e4m3, K-major all.
+    struct Quantised {
+        const TensorMap* rows;
+        const TensorMap* half_rows;
+        const TensorMap* columns;
+        const std::byte* row_scales;  // of the tile's rows, run by run
+        const float* scales[2];       // of the first and of the second columns, of the first k-block
+        int scale_step;
+        int column_rows[2];  // of `columns`: where they begin
+        int column_bytes;    // of either
+    };
+    // Runs of scale factors of the rows of a pool, of which each block of rows has so many.
+    static __device__ __forceinline__ const std::byte* runs(const std::byte* scales, const BackwardTile& t,
+                                                            int groups) {
+        return scales + std::int64_t{t.pool_row} / layout::kTileRows * groups * layout::kRowScaleBytes;
+    }
+    // x and [128 gate | 128 up] of w_gate_up.
+    __device__ __forceinline__ Quantised gate_up_operands(const BackwardTile& t) const {
+        const int groups = p.hidden / layout::kQuantGroup;
+        const float* scales = p.gate_up_scales;
+        return {&p.x_load,
+                &p.x_half_load,
+                &p.gate_up_load,
+                runs(p.x_scales, t, groups),
+                {scales + std::int64_t{t.weight_row} / layout::kQuantGroup * groups,
+                 scales + std::int64_t{t.weight_row_2} / layout::kQuantGroup * groups},
+                1,
+                {t.weight_row, t.weight_row_2},
+                C::kBytesB / 2};
+    }
+    // dy and 128 rows of w_down's transposed copy.
+    __device__ __forceinline__ Quantised dh_operands(const BackwardTile& t) const {
+        const int groups = p.hidden / layout::kQuantGroup;
+        const int step = p.intermediate / layout::kQuantGroup;
+        const float* scales =
+            p.down_scales + std::int64_t{t.expert} * groups * step + t.column / layout::kQuantGroup;
+        const int row = t.expert * p.intermediate + t.column;
+        return {
+            &p.dy_load, &p.dy_half_load, &p.down_load,         runs(p.dy_scales, t, groups), {scales, scales},
+            step,       {row, row + 64}, 64 * kOperandRowBytes};
+    }
+    // dz and 256 rows of w_gate_up's transposed copy.
+    __device__ __forceinline__ Quantised dx_operands(const BackwardTile& t) const {
+        const int groups = 2 * p.intermediate / layout::kQuantGroup;
+        const int step = p.hidden / layout::kQuantGroup;
+        const float* scales =
+            p.gate_up_scales + std::int64_t{t.expert} * groups * step + t.column / layout::kQuantGroup;
+        const int row = t.expert * p.hidden + t.column;
+        return {&p.dz_load,           &p.dz_half_load,
+                &p.gate_up_blocks,    runs(p.dz_scales, t, groups),
+                {scales, scales + 1}, step,
+                {row, row + 128},     C::kBytesB / 2};
+    }
+    __device__ __forceinline__ void load_quantised(const BackwardTile& t, Quantised o) {
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            const int columns = has_columns(t) ? 2 * o.column_bytes : 0;
+            const std::uint32_t full = open_stage(C::kBytesA + layout::kRowScaleBytes + columns);
+            const std::uint32_t b = shared.b(stage_.at);
+            const int k = k_block * C::kBlockK;
+            load_column_scales(shared, stage_.at, o.scales[0], o.scales[1]);
+            o.scales[0] += o.scale_step;
+            o.scales[1] += o.scale_step;
+            ptx::bulk_load(shared.row_scales(stage_.at), o.row_scales, layout::kRowScaleBytes, full);
+            o.row_scales += layout::kRowScaleBytes;
+            load_rows(t, o.rows, o.half_rows, full, k);
+            if (t.tail == 0) {
+                ptx::tma_multicast(b + cta_ * o.column_bytes, o.columns, full, kBoth, k,
+                                   cta_ == 0 ? o.column_rows[0] : o.column_rows[1]);
+            } else if (has_columns(t)) {
+                ptx::tma_load(b, o.columns, full, k, o.column_rows[0]);
+                ptx::tma_load(b + o.column_bytes, o.columns, full, k, o.column_rows[1]);
+            }
+        }
+    }
     // 64 rows of the pools: 128 columns that become rows of the gradient, and 256 that become its columns.
     __device__ __forceinline__ void load_gradient(const BackwardTile& t, const TensorMap* rows,
                                                   const TensorMap* columns) {
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
             const std::uint32_t full = open_stage(t.rows > 0 ? C::kStageBytes : 0);
+            // In bf16: no scale factors arrive by themselves.
+            if constexpr (C::kQuantised) ptx::mbarrier_arrive(full);
             if (t.rows == 0) continue;
-            const int pool_row = t.pool_row + k_block * C::kBlockK;
+            const int pool_row = t.pool_row + k_block * layout::kRowBlock;
             ptx::tma_load(shared.a(stage_.at), rows, full, 0, pool_row, t.row / 64);
             ptx::tma_multicast(shared.b(stage_.at) + cta_ * (C::kBytesB / 2), columns, full, kBoth, 0,
                                pool_row, t.column / 64 + 2 * cta_);

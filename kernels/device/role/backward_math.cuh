@@ -7,7 +7,6 @@
 #include "device/epilogue/swiglu_backward.cuh"
 #include "device/role/backward_gradient.cuh"
 #include "device/role/backward_schedule.cuh"
-#include "device/role/layer_math.cuh"
 
 namespace mega_moe::device {
 
@@ -68,12 +67,6 @@ class BackwardMath {
             multiply_tile<C, A, B>(d, shared, stage_, k_blocks, a_offset(), any_rows, unpublished_, lane());
         ptx::wgmma_wait<0>();
         release_stage<C>(shared, last, lane());
-    }
-
-    // Counted once it is written, by when the next tile's products are under way.
-    __device__ __forceinline__ void publish_later(std::uint32_t* counter) {
-        unpublished_.publish(lane());
-        unpublished_.counter = counter;
     }
 
     // Gate and up, anew or as the forward saved them, the gradient of h, and from these in registers dz, h
@@ -146,7 +139,8 @@ class BackwardMath {
             }
         }
         __syncwarp();
-        publish_later(p.counters + p.zd_done + (t.slot + first_row_) / layout::kRowBlock);
+        unpublished_.later(p.counters + p.zd_done + (t.slot + first_row_) / layout::kRowBlock, nullptr,
+                           lane());
         tracer.end(TraceKind::kStoreDz, t.chunk, t.expert, trace_index(t, first_row_));
     }
     __device__ __forceinline__ void store_words(const std::uint32_t* words, const TensorMap* map, int column,
@@ -165,25 +159,14 @@ class BackwardMath {
         if (!any_rows) return;
         tracer.end(TraceKind::kDx, t.chunk, t.expert, trace_index(t, first_row_));
         store_rows<4>(d, &p.dx_store, buffer_, t.column, t.pool_row + warp_row_, lane());
-        publish_later(p.counters + p.dx_done + (t.slot + first_row_) / layout::kRowBlock);
+        unpublished_.later(p.counters + p.dx_done + (t.slot + first_row_) / layout::kRowBlock, nullptr,
+                           lane());
         tracer.end(TraceKind::kStoreDx, t.chunk, t.expert, trace_index(t, first_row_));
     }
 
     __device__ __forceinline__ void gradient(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         trace_wait(t, true, tracer);
-        float d[128];
-#pragma unroll
-        for (int i = 0; i < 128; ++i)
-            d[i] = 0.0f;
-        multiply<Major::kMn, Major::kMn>(d, t.k_blocks, t.rows > 0);
-        tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row_));
-        store_gradient(p, t, d, warp_row_, buffer_, lane());
-        __syncwarp();
-        // The turn is counted at once: the next part of the tile may be waiting for it.
-        publish_later((t.flags & kCountTurn) != 0 ? p.counters + p.turns + t.turn : nullptr);
-        unpublished_.second =
-            (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr;
-        tracer.end(TraceKind::kStoreGradient, t.chunk, t.expert, trace_index(t, first_row_));
+        gradient_tile(p, shared, t, stage_, unpublished_, first_row_, warp_row_, buffer_, tracer);
     }
 
     const BackwardParams& p;

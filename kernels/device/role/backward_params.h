@@ -17,7 +17,8 @@ struct GradientTarget {
 
 // Parameters of the fused backward. Maps with one number name the rows of their boxes, which are 64 columns
 // wide and K-major; maps of blocks have boxes of 64 rows x 64 columns x blocks of 64 columns, which land
-// MN-major.
+// MN-major. In fp8 the maps of rows that are loaded are of e4m3, 128 columns wide, and w_down is its
+// transposed copy [num_local * intermediate, hidden].
 struct BackwardParams : LayerParams {
     TensorMap x_load;       // x pool, rows of a tile
     TensorMap x_half_load;  // the same, half of them
@@ -27,7 +28,7 @@ struct BackwardParams : LayerParams {
     TensorMap dz_half_load;
     TensorMap gate_up_load;    // w_gate_up as [num_local * 2 * intermediate, hidden], 128 rows
     TensorMap down_load;       // w_down as [num_local * hidden, intermediate], 64 rows: one block
-    TensorMap gate_up_blocks;  // w_gate_up, two blocks
+    TensorMap gate_up_blocks;  // w_gate_up, two blocks; in fp8 its transposed copy, 128 rows
     TensorMap x_blocks;        // pools, two blocks
     TensorMap dy_blocks;
     TensorMap dz_blocks;
@@ -37,6 +38,14 @@ struct BackwardParams : LayerParams {
     TensorMap dx_store;          // dx pool, 16 rows
     TensorMap dw_gate_up_store;  // bf16 gradients, 16 rows
     TensorMap dw_down_store;
+    // In fp8.
+    TensorMap dz_code_store;      // dz pool in e4m3, 16 rows
+    const float* gate_up_scales;  // [num_local, 2 * intermediate / 128, hidden / 128]
+    const float* down_scales;     // [num_local, hidden / 128, intermediate / 128]
+    const std::byte* x_scales;    // pools, by blocks of 128 rows: [hidden / 128][128]
+    const std::byte* dy_scales;   // the same
+    std::byte* dz_scales;         // the same [2 * intermediate / 128][128]
+    std::byte* dx_pool;           // what dx_store stores to
     GradientTarget dw_gate_up;
     GradientTarget dw_down;
     std::int64_t partial_stride;  // elements of an expert's sums between parts

@@ -22,6 +22,12 @@ namespace mega_moe::device {
 template <int Stages, bool Trace, bool Saves>
 using BackwardConfig = LayerConfig<Stages, Trace, Saves, 1, 2, 136, 184>;
 
+// A thread of its math warps holds 128 sums and 64 partial sums, and reads what else it needs of a tile from
+// the record, which it therefore keeps while the scheduler writes the next.
+template <int Stages, bool Trace>
+using QuantisedBackwardConfig =
+    LayerConfig<Stages, Trace, false, 2, 2, 88, 208, layout::LayerForm::kFp8Backward>;
+
 enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient };
 
 enum TileFlag {

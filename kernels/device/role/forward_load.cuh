@@ -13,7 +13,7 @@ namespace mega_moe::device {
 __device__ __forceinline__ const std::byte* h_scales_of(const ForwardParams& p, const TileRecord& t,
                                                         int k_block) {
     return p.h_scales +
-           (std::int64_t{t.pool_row} / layout::kTileRows * t.k_blocks + k_block) * layout::kHScaleBytes;
+           (std::int64_t{t.pool_row} / layout::kTileRows * t.k_blocks + k_block) * layout::kRowScaleBytes;
 }
 
 // Scale factors of the first and of the second 128 columns of a tile's weights, k-block by k-block.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, const LayerSh
             const bool h_scaled = C::kQuantised && down;
             ptx::mbarrier_arrive_expect(full, (loads_weights ? C::kStageBytes : C::kBytesA) +
                                                   (x_scaled ? layout::kXScaleBytes : 0) +
-                                                  (h_scaled ? layout::kHScaleBytes : 0));
+                                                  (h_scaled ? layout::kRowScaleBytes : 0));
             if constexpr (C::kQuantised)
                 load_column_scales(shared, stage.at, column_scales.first++, column_scales.second++);
             // The buffer's last scale factors were those of k-blocks whose stages are all released.
@@ -68,8 +68,8 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, const LayerSh
                 x_scales ^= 1;
             }
             if (h_scaled)
-                ptx::bulk_load(shared.h_scales(stage.at), h_scales_of(p, t, k_block), layout::kHScaleBytes,
-                               full);
+                ptx::bulk_load(shared.row_scales(stage.at), h_scales_of(p, t, k_block),
+                               layout::kRowScaleBytes, full);
             if (t.tail == 0) {
                 ptx::tma_load(shared.a(stage.at), rows, full, k, t.pool_row);
                 ptx::tma_multicast(shared.b(stage.at) + cta * (C::kBytesB / 2), weights, full, kBoth, k,

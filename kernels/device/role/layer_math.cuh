@@ -56,6 +56,12 @@ struct Unpublished {
         counter = nullptr;
         second = nullptr;
     }
+    // Counts what has just been stored, once it is written.
+    __device__ __forceinline__ void later(std::uint32_t* which, std::uint32_t* also, int lane) {
+        publish(lane);
+        counter = which;
+        second = also;
+    }
     // Before a wait that may depend on it, if only by way of other CTAs.
     __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity, int lane) {
         if (pending() && !ptx::mbarrier_test(barrier, parity)) publish(lane);
@@ -70,10 +76,10 @@ inline constexpr int kPublishBlock = 1;
 // One tile, but for its last products, which are still under way: their stage is returned. A stage is
 // released when the next one's products are under way, so that the tensor cores never run dry. `a_offset`
 // bytes into a stage are the warpgroup's rows; without any it just passes the stages on.
-template <class C, Major A = Major::kK, Major B = Major::kK, int Count, class Told>
+template <class C, Major A = Major::kK, Major B = Major::kK, int Count>
 __device__ __forceinline__ int multiply_tile(float (&d)[Count], const LayerShared<C>& shared,
                                              RingCursor<C::kStages>& stage, int k_blocks,
-                                             std::uint32_t a_offset, bool any_rows, Told& unpublished,
+                                             std::uint32_t a_offset, bool any_rows, Unpublished& unpublished,
                                              int lane) {
     int previous = 0;
     for (int k_block = 0; k_block < k_blocks; ++k_block) {

@@ -14,6 +14,12 @@ struct MovedRows {
     std::int64_t staged;    // offset of the rank's copy in each symmetric buffer
 };
 
+// Where rows that are quantised on arrival go besides.
+struct ArrivedCodes {
+    std::byte* codes;  // e4m3, by slot
+    float* scales;     // [rows / 128][hidden / 128][128]: so a tile's of one k-block are one run
+};
+
 // Gate and up of the rows with the lowest slots, which the forward saves for the backward; see
 // layout/saved_gate_up.h.
 struct SavedGateUp {
@@ -25,7 +31,8 @@ struct SavedGateUp {
 struct LayerParams {
     RouteParams route;
     MovedRows moved[2];       // x; dy in the backward alone
-    MovedRows moved_scales;   // of a quantised layer: scale factors of x, fp32 [., hidden / 128]
+    MovedRows moved_scales;   // where e4m3 travels: scale factors of x, fp32 [., hidden / 128]
+    ArrivedCodes codes[2];    // of each of `moved`, in a backward in fp8
     const std::byte* summed;  // pool of the rows that are summed over a token's experts
     SavedGateUp saved;        // where the kernel is the form that saves
     std::byte* out;           // the caller's, the sums: bf16 [num_tokens, hidden]

@@ -7,6 +7,7 @@
 #include "device/ptx/global_memory.cuh"
 #include "device/role/layer_shared.cuh"
 #include "device/role/layer_source.cuh"
+#include "device/role/quantise_arrived.cuh"
 #include "device/role/quantised_pull.cuh"
 
 // Dispatch: rows of x, and of dy in the backward, from their ranks into the pools, each token once, whatever
@@ -55,6 +56,9 @@ class Puller {
                                 shared.pull_buffer(landing_.at), static_cast<std::uint32_t>(piece.bytes));
             }
             ptx::bulk_commit();
+            if constexpr (C::kQuantisesRows)
+                quantise_piece(p.codes[piece.moved], view, piece.of, p.hidden, piece.offset, piece.bytes,
+                               shared.pull_buffer(landing_.at));
             landing_.next();
             stored(before);
             if (uncounted_ == kRowsPerCount) {
@@ -73,8 +77,9 @@ class Puller {
   private:
     static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
 
-    // Two buffers take stores while the others load.
-    static constexpr int kAhead = C::kPullBuffers - 2;
+    // Some buffers take stores while the others load.
+    static constexpr int kStoring = C::kPullBuffers > 3 ? 2 : 1;
+    static constexpr int kAhead = C::kPullBuffers - kStoring;
 
     // The piece after `newest`, which becomes it, with its load under way; none at the end.
     __device__ __forceinline__ PullPiece start_next(Rows& rows, PullPiece& newest) {
@@ -96,8 +101,8 @@ class Puller {
         piece.bytes = min(row_bytes - piece.offset, C::kPullBytes);
         piece.last = piece.offset + piece.bytes == row_bytes && piece.moved == C::kMoved - 1;
         maybe_delay(p.delay_seed, static_cast<std::uint32_t>(piece.of.token));
-        // The stores that last read the buffer: one piece is stored between them and this.
-        ptx::bulk_wait_read<1>();
+        // The stores that last read the buffer: of so many pieces they come between them and this.
+        ptx::bulk_wait_read<kStoring - 1>();
         __syncwarp();
         load(piece);
         newest = piece;
@@ -123,6 +128,10 @@ class Puller {
         ++uncounted_;
     }
     __device__ __forceinline__ void count() {
+        if constexpr (C::kQuantisesRows) {
+            ptx::fence_proxy_async_global();
+            __syncwarp();
+        }
         ptx::fence_gpu();
 #pragma unroll
         for (int i = 0; i < kRowsPerCount; ++i)
@@ -153,7 +162,7 @@ __device__ __forceinline__ int first_copied(const LayerParams& p) {
 template <class C, class Rows>
 __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView& view, Rows rows) {
     constexpr int kVectors = 8;  // in flight per lane
-    const int row_bytes = p.hidden * C::kElementBytes;
+    const int row_bytes = p.hidden * C::kMovedBytes;
     const int lane_bytes = static_cast<int>(ptx::lane_id()) * 16;
     TokenRows t{};
     for (int i = 0; i < p.first_per_warp && rows.next(t); ++i) {
@@ -174,9 +183,24 @@ __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView&
                     for (int j = 0; j < kVectors; ++j)
                         if (at + j * 512 < row_bytes) ptx::store(to + at + j * 512, v[j]);
                 }
+                if constexpr (C::kQuantisesRows) {
+#pragma unroll
+                    for (int first = 0; first < kVectors; first += kQuad) {
+                        uint4 quad[kQuad];
+#pragma unroll
+                        for (int j = 0; j < kQuad; ++j)
+                            quad[j] = at + (first + j) * 512 < row_bytes ? v[first + j] : uint4{0, 0, 0, 0};
+                        // Lanes stand at different bytes and at the same group.
+                        const int group = (at - lane_bytes + first * 512) / 256;
+                        const int left = row_bytes / 256 - group;
+                        if (left > 0)
+                            quantise_arrived(p.codes[moved], view, t, p.hidden, group, min(left, 2 * kQuad),
+                                             quad);
+                    }
+                }
             }
         }
-        if constexpr (C::kQuantised)
+        if constexpr (C::kMovesE4m3)
             copy_scales(p, view, t, row_source<C>(p, p.moved_scales, t, p.hidden / 32));
         ptx::fence_proxy_async_global();
         __syncwarp();
@@ -226,7 +250,7 @@ __device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShare
         }
     };
     const bool alone = p.route.endpoint.num_ranks == 1;
-    if constexpr (C::kQuantised) {
+    if constexpr (C::kMovesE4m3) {
         if (alone)
             pull_all(QuantisedPuller<C, SlotsByWindow>(p, shared));
         else

@@ -13,9 +13,9 @@ namespace mega_moe::device {
 
 // Compile-time facts of a layer's kernel. Each of two math warpgroups takes half of the rows of every tile.
 // The form that `Saves` can leave gate and up in memory, or find them there. The scheduler is `Ring` tiles
-// ahead at most; `Moved` tensors travel to the experts. Quantised: x, h and the weights are e4m3.
+// ahead at most; `Moved` tensors travel to the experts.
 template <int Stages, bool Trace, bool Saves, int Ring, int Moved, int CommRegisters, int MathRegisters,
-          bool Quantised = false>
+          layout::LayerForm Form = layout::LayerForm::kBf16>
 struct LayerConfig {
     static constexpr int kStages = Stages;
     static constexpr bool kTrace = Trace;
@@ -28,15 +28,18 @@ struct LayerConfig {
     static_assert(kCommRegisters + 2 * kMathRegisters <= 504, "registers at launch");
     static constexpr int kSumLoads = kCommRegisters > 100 ? 8 : 4;
 
-    static constexpr bool kQuantised = Quantised;
-    static constexpr int kElementBytes = Quantised ? 1 : 2;  // of x, h and the weights
-    static constexpr int kBlockK = 128 / kElementBytes;      // one row of the swizzle
+    static constexpr bool kQuantised = Form != layout::LayerForm::kBf16;  // products are of e4m3
+    static constexpr bool kMovesE4m3 = Form == layout::LayerForm::kFp8Forward;
+    static constexpr bool kQuantisesRows = Form == layout::LayerForm::kFp8Backward;
+    static constexpr int kElementBytes = kQuantised ? 1 : 2;  // of the operands of products
+    static constexpr int kMovedBytes = kMovesE4m3 ? 1 : 2;    // of an element of the rows that travel
+    static constexpr int kBlockK = 128 / kElementBytes;       // one row of the swizzle
     static constexpr int kBytesA = layout::kStageBytesA;
     static constexpr int kBytesB = layout::kStageBytesB;
     static constexpr int kStageBytes = kBytesA + kBytesB;
     static constexpr int kRing = Ring;
     static constexpr int kMoved = Moved;
-    static constexpr layout::LayerShared kAt = layout::make_layer_shared(Stages, Quantised);
+    static constexpr layout::LayerShared kAt = layout::make_layer_shared(Stages, Form);
     static constexpr int kPullBuffers = kAt.pull_buffers;
     static constexpr int kPullBytes = kAt.pull_bytes;
     static_assert(kAt.total <= 232448, "shared memory of a block");
@@ -67,8 +70,8 @@ struct LayerShared {
     __device__ __forceinline__ std::uint32_t x_scales(int buffer) const {
         return base + C::kAt.x_scales + buffer * layout::kXScaleBytes;
     }
-    __device__ __forceinline__ std::uint32_t h_scales(int stage) const {
-        return base + C::kAt.h_scales + stage * layout::kHScaleBytes;
+    __device__ __forceinline__ std::uint32_t row_scales(int stage) const {
+        return base + C::kAt.row_scales + stage * layout::kRowScaleBytes;
     }
     __device__ __forceinline__ std::uint32_t column_scales(int stage) const {
         return base + C::kAt.column_scales + stage * layout::kColumnScaleBytes;

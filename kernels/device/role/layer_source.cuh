@@ -14,7 +14,7 @@ __device__ __forceinline__ const std::byte* row_source(const LayerParams& p, con
                                                        const TokenRows& t, int row_bytes) {
     const Endpoint& e = p.route.endpoint;
     const std::byte* from =
-        C::kQuantised || e.num_ranks > 1 ? e.at<const std::byte>(t.rank, m.staged) : m.from;
+        C::kMovesE4m3 || e.num_ranks > 1 ? e.at<const std::byte>(t.rank, m.staged) : m.from;
     return from + std::int64_t{t.token} * row_bytes;
 }
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void await_staged_x(const LayerParams& p, std::uint64
     const Endpoint& e = r.endpoint;
     if (e.num_ranks == 1) {
         // All CTAs have met since.
-        if constexpr (C::kQuantised) ptx::fence_proxy_async_global();
+        if constexpr (C::kMovesE4m3) ptx::fence_proxy_async_global();
         return;
     }
     for (int rank = 0; rank < e.num_ranks; ++rank) {

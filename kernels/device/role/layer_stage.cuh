@@ -65,7 +65,7 @@ template <class C>
 __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t epoch) {
     const Endpoint& e = p.route.endpoint;
     if (e.num_ranks == 1) {
-        if constexpr (C::kQuantised) {
+        if constexpr (C::kMovesE4m3) {
             quantise_share<C::kThreads>(staged_groups(p, 0, p.route.num_tokens), ptx::cta_id(),
                                         ptx::num_ctas());
             ptx::fence_proxy_async_global();
@@ -78,7 +78,7 @@ __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t e
          block += static_cast<int>(ptx::num_ctas())) {
         const int first = block * layout::kBlockTokens;
         const int tokens = min(layout::kBlockTokens, p.route.num_tokens - first);
-        if constexpr (C::kQuantised) {
+        if constexpr (C::kMovesE4m3) {
             quantise_share<C::kThreads>(staged_groups(p, first, tokens), 0, 1);
         } else {
 #pragma unroll

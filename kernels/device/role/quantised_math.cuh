@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, con
         std::int64_t{t.pool_row} / layout::kTileRows * (p.intermediate / layout::kQuantGroup) +
         t.column_block;
     quantise_rows(d, weight, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
-                  t.pool_row + warp_row, p.h_scales + group * layout::kHScaleBytes + warp_row * 4, lane);
+                  t.pool_row + warp_row, p.h_scales + group * layout::kRowScaleBytes + warp_row * 4, lane);
     unpublished.counter += static_cast<std::int32_t>(p.gate_up_done);
 }
 

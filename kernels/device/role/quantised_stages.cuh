@@ -11,8 +11,8 @@
 namespace mega_moe::device {
 
 // As Unpublished, which this is instead of: it waits for no other warp, but looks again later. A loop of
-// another kind than those that wait for a stage makes ptxas take nothing that follows for a value of the whole
-// warp; descriptors of operands must be such, and there are no registers to keep them beside.
+// another kind than those that wait for a stage makes ptxas take nothing that follows for a value of the
+// whole warp; descriptors of operands must be such, and there are no registers to keep them beside.
 struct Deferred {
     static constexpr std::int32_t kNone = -1;
 
@@ -20,37 +20,45 @@ struct Deferred {
     std::uint32_t written;  // shared: tiles of this warpgroup that each warp has written
     std::uint32_t warp;     // of the warpgroup
     // In the first lane.
-    std::int32_t counter = kNone;  // which, as the next
-    std::int32_t second = kNone;   // of the same stores
-    std::uint32_t tiles = 0;
-    bool is_written = false;  // as the other warps know
+    std::int32_t counter = kNone;
+    std::uint32_t steps =
+        0;  // two a tile: this warp has written it, and has told of it or left that to another
 
-    __device__ __forceinline__ Deferred(std::uint32_t* all_counters, std::uint32_t shared_words, int math_warp)
+    __device__ __forceinline__ Deferred(std::uint32_t* all_counters, std::uint32_t shared_words,
+                                        int math_warp)
         : counters(all_counters),
           written(shared_words + math_warp / kGroupWarps * kGroupWarps * 4),
           warp(static_cast<std::uint32_t>(math_warp % kGroupWarps)) {}
 
     // By one warp, again and again until nothing is pending.
     __device__ __forceinline__ void publish(int lane) {
-        if (!pending() || lane != 0) return;
-        if (!is_written) {
+        if (counter < 0 || lane != 0) return;
+        const std::uint32_t tile = steps / 2 + 1;
+        if (steps % 2 == 0) {
             ptx::bulk_wait<0>();
-            ptx::store_release_shared(written + warp * 4, tiles + 1);
-            is_written = true;
+            ptx::store_release_shared(written + warp * 4, tile);
+            ++steps;
         }
-        if ((tiles + 1) % kGroupWarps == warp) {
+        if (tile % kGroupWarps == warp) {
             bool all = true;
 #pragma unroll
             for (int i = 0; i < kGroupWarps; ++i)
-                all = all && ptx::load_acquire_shared(written + 4 * i) > tiles;
+                all = all && ptx::load_acquire_shared(written + 4 * i) >= tile;
             if (!all) return;
             ptx::fence_gpu();
-            if (counter >= 0) ptx::add_relaxed_gpu(counters + counter, kGroupWarps);
-            if (second >= 0) ptx::add_relaxed_gpu(counters + second, kGroupWarps);
+            ptx::add_relaxed_gpu(counters + counter, kGroupWarps);
         }
-        ++tiles;
-        is_written = false;
-        counter = second = kNone;
+        ++steps;
+        counter = kNone;
+    }
+    // Counts what has just been stored, once it is written; in two words at most.
+    __device__ __forceinline__ void later(const std::uint32_t* which, const std::uint32_t* also, int lane) {
+        finish(lane);
+        if (also != nullptr) {
+            counter = static_cast<std::int32_t>(also - counters);
+            finish(lane);
+        }
+        if (which != nullptr) counter = static_cast<std::int32_t>(which - counters);
     }
     // Before a wait that may depend on it, if only by way of other CTAs.
     __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity, int lane) {
@@ -59,16 +67,15 @@ struct Deferred {
     }
     // Before the next stores.
     __device__ __forceinline__ void finish(int lane) {
-        while (ptx::any(lane == 0 && pending()))
+        while (ptx::any(lane == 0 && counter >= 0))
             publish(lane);
     }
-    __device__ __forceinline__ bool pending() const { return counter >= 0 || second >= 0; }
 };
 
 // The loading thread: scale factors of a stage's first and second 128 columns, which arrive at its barrier.
 template <class C>
-__device__ __forceinline__ void load_column_scales(const LayerShared<C>& shared, int stage, const float* first,
-                                                   const float* second) {
+__device__ __forceinline__ void load_column_scales(const LayerShared<C>& shared, int stage,
+                                                   const float* first, const float* second) {
     const std::uint32_t to = shared.column_scales(stage);
     ptx::copy_word_async(to, first);
     ptx::copy_word_async(to + 4, second);
@@ -85,20 +92,23 @@ struct QuantisedStages {
     Deferred& unpublished;
     RowScales row_scales;
     int warpgroup;
-    std::uint32_t row;  // the thread's first one, times the stride of the scale factors
     int lane;
     int k_block = 0;
 
     __device__ __forceinline__ StageOperands open() {
         ptx::mbarrier_wait(shared.full(stage.at), stage.parity);
-        const std::uint32_t rows = shared.a(stage.at) + static_cast<std::uint32_t>(warpgroup * layout::kRowBlock * kOperandRowBytes);
-        const StageOperands at{descriptor_low<Major::kK>(rows), descriptor_low<Major::kK>(shared.b(stage.at))};
+        const std::uint32_t rows =
+            shared.a(stage.at) + static_cast<std::uint32_t>(warpgroup * layout::kRowBlock * kOperandRowBytes);
+        const StageOperands at{descriptor_low<Major::kK>(rows),
+                               descriptor_low<Major::kK>(shared.b(stage.at))};
         stage.next();
         return at;
     }
     __device__ __forceinline__ BlockScales scales() {
         const int at = opened(1);
-        const std::uint32_t from = row_scales(at, k_block) + row;
+        const std::uint32_t thread = ptx::thread_id() - 128;
+        const std::uint32_t row = thread / 32 * 16 + thread % 32 / 4;  // the thread's first one
+        const std::uint32_t from = row_scales(at, k_block) + row * RowScales::kStride;
         const std::uint32_t columns = shared.column_scales(at);
         const BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + 8 * RowScales::kStride)},
                             {ptx::load_shared(columns), ptx::load_shared(columns + 4)}};
@@ -107,9 +117,7 @@ struct QuantisedStages {
         ++k_block;
         return s;
     }
-    __device__ __forceinline__ void close(int open) {
-        release_stage<C>(shared, opened(open), lane);
-    }
+    __device__ __forceinline__ void close(int open) { release_stage<C>(shared, opened(open), lane); }
 
   private:
     // The stage that was opened so many stages ago.
@@ -126,7 +134,7 @@ struct RowScalesOfStage {
     const LayerShared<C>& shared;
 
     __device__ __forceinline__ std::uint32_t operator()(int stage, int) const {
-        return shared.h_scales(stage);
+        return shared.row_scales(stage);
     }
 };
 
@@ -147,14 +155,8 @@ __device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const
                                                    Deferred& unpublished, const RowScales& row_scales,
                                                    int math_warp, int lane) {
     const std::uint32_t zero = ptx::opaque_zero();
-    QuantisedStages<C, RowScales> stages{
-        shared,
-        stage,
-        unpublished,
-        row_scales,
-        math_warp / kGroupWarps,
-        static_cast<std::uint32_t>((math_warp * 16 + lane / 4) * RowScales::kStride),
-        lane};
+    QuantisedStages<C, RowScales> stages{shared, stage, unpublished, row_scales, math_warp / kGroupWarps,
+                                         lane};
     PartialSums partial;
 #pragma unroll
     for (int i = 0; i < 64; ++i)

@@ -54,6 +54,42 @@ __device__ __forceinline__ uint4 swap_codes(uint2 first, uint2 second, bool odd)
     return odd ? uint4{got.x, got.y, second.x, second.y} : uint4{first.x, first.y, got.x, got.y};
 }
 
+// Eight groups, quantised.
+struct QuantisedQuad {
+    uint4 codes[kQuad / 2];  // 16 codes of vector 2 i in even lanes, of 2 i + 1 in odd ones
+    float scale;             // of vector quad_vector(lane), in lanes that hold one
+};
+
+// The vector of whose group this lane holds the scale; -1: of none.
+__device__ __forceinline__ int quad_vector(int lane) {
+    return (lane & 6) == 0 ? (lane & 8) / 4 + (lane & 1) : -1;
+}
+
+// By one warp; `v` are consecutive loads of 512 bytes.
+__device__ __forceinline__ QuantisedQuad quantise_quad(uint4 (&v)[kQuad], int lane) {
+    const GroupScale own = make_group_scale(amax_of_own_group(v, lane));
+    if (__any_sync(kWholeWarp, own.lift != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) {
+            const float lift = __shfl_sync(kWholeWarp, own.lift, scale_lane(i), kLanesPerGroup);
+            v[i] = ptx::scale_bf16x8(v[i], lift);
+        }
+    }
+    QuantisedQuad quad;
+    quad.scale = own.scale;
+#pragma unroll
+    for (int i = 0; i < kQuad; i += 2) {
+        uint2 codes[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            codes[j] = quantise_vector(v[i + j],
+                                       __shfl_sync(kWholeWarp, own.high, scale_lane(i + j), kLanesPerGroup),
+                                       __shfl_sync(kWholeWarp, own.low, scale_lane(i + j), kLanesPerGroup));
+        quad.codes[i / 2] = swap_codes(codes[0], codes[1], (lane & 1) != 0);
+    }
+    return quad;
+}
+
 // Rows to quantise, each of whole groups, and where they go.
 struct QuantisedRows {
     const void* x;  // bf16
@@ -89,32 +125,15 @@ __device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint3
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int half = lane / kLanesPerGroup;
     const int groups_left = groups_of_half(rows, first_group);
-    const GroupScale own = make_group_scale(amax_of_own_group(v, lane));
-    const bool odd = (lane & 1) != 0;
-    if ((lane & 6) == 0) {
-        const int i = (lane & 8) / 4 + (lane & 1);
-        if (2 * i < groups_left) rows.scales[first_group + 2 * i + half] = own.scale;
-    }
-    if (__any_sync(kWholeWarp, own.lift != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < kQuad; ++i) {
-            const float lift = __shfl_sync(kWholeWarp, own.lift, scale_lane(i), kLanesPerGroup);
-            v[i] = ptx::scale_bf16x8(v[i], lift);
-        }
-    }
+    const QuantisedQuad quad = quantise_quad(v, lane);
+    const int own = quad_vector(lane);
+    if (own >= 0 && 2 * own < groups_left) rows.scales[first_group + 2 * own + half] = quad.scale;
+    const int odd = lane & 1;
     uint4* target = static_cast<uint4*>(rows.codes) + size_t{first_group} * (layout::kQuantGroup / 16) +
-                    lane / 2 + (odd ? 16 : 0);
+                    lane / 2 + 16 * odd;
 #pragma unroll
-    for (int i = 0; i < kQuad; i += 2) {
-        uint2 codes[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-            codes[j] = quantise_vector(v[i + j],
-                                       __shfl_sync(kWholeWarp, own.high, scale_lane(i + j), kLanesPerGroup),
-                                       __shfl_sync(kWholeWarp, own.low, scale_lane(i + j), kLanesPerGroup));
-        const uint4 stored = swap_codes(codes[0], codes[1], odd);
-        if (2 * (i + odd) < groups_left) ptx::store(target + i * 16, stored);
-    }
+    for (int i = 0; i < kQuad; i += 2)
+        if (2 * (i + odd) < groups_left) ptx::store(target + i * 16, quad.codes[i / 2]);
 }
 
 // Quantises one tile of the staging kernel.

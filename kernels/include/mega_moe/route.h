@@ -18,6 +18,7 @@ struct RouteShape {
     bool home;               // with home slots
     bool canaries;           // with untouched bytes between parts
     bool backward;           // with what the backward needs besides
+    bool quantise_backward;  // and what the backward in fp8 needs beside that
 };
 
 struct NamedPart {
@@ -26,7 +27,7 @@ struct NamedPart {
     std::int64_t bytes;
 };
 
-inline constexpr int kMaxLayoutParts = 24;
+inline constexpr int kMaxLayoutParts = 32;
 
 // Parts of a buffer in order; the rest of the array is unused.
 struct LayoutTable {

@@ -127,18 +127,20 @@ void test_quantised() {
 // What copies go to starts where they may: boxes of a tensor on 128 bytes, with the swizzle on 1024, others
 // on 16.
 void test_shared() {
-    for (const bool quantised : {false, true}) {
-        const layout::LayerShared s = layout::make_layer_shared(4, quantised);
+    using layout::LayerForm;
+    for (const LayerForm form : {LayerForm::kBf16, LayerForm::kFp8Forward, LayerForm::kFp8Backward}) {
+        const layout::LayerShared s = layout::make_layer_shared(4, form);
         CHECK(s.store % 1024 == 0, "store buffers at %d", s.store);
         CHECK(s.pull % 16 == 0 && s.pull_bytes % 16 == 0, "pull buffers at %d", s.pull);
         CHECK(s.barriers % 8 == 0 && s.ring % 16 == 0 && s.epoch % 8 == 0, "barriers at %d", s.barriers);
         CHECK(s.total <= 232448, "%d bytes of shared memory", s.total);
         const int scales = s.ring - s.pull - s.pull_buffers * s.pull_bytes;
-        CHECK(quantised || scales == 0, "%d bytes of scale factors in bf16", scales);
+        CHECK(form != LayerForm::kBf16 || scales == 0, "%d bytes of scale factors in bf16", scales);
+        CHECK(s.row_scales % 16 == 0 && s.column_scales % 8 == 0 && s.store_scales % 16 == 0,
+              "scale factors at %d", s.row_scales);
     }
-    const layout::LayerShared s = layout::make_layer_shared(4, true);
+    const layout::LayerShared s = layout::make_layer_shared(4, LayerForm::kFp8Forward);
     CHECK(s.x_scales % 128 == 0 && layout::kXScaleBytes % 128 == 0, "scale factors of x at %d", s.x_scales);
-    CHECK(s.h_scales % 16 == 0 && s.store_scales % 16 == 0, "scale factors of h at %d", s.h_scales);
     CHECK(s.pull_scales % 16 == 0 && layout::kPullScaleBytes % 16 == 0, "pulled scale factors at %d",
           s.pull_scales);
 }

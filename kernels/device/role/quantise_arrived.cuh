@@ -1,0 +1,57 @@
+#pragma once
+#include <cstdint>
+
+#include "device/ptx/global_memory.cuh"
+#include "device/ptx/shared_memory.cuh"
+#include "device/ptx/warp.cuh"
+#include "device/role/layer_rows.cuh"
+#include "device/role/stage_quantise.cuh"
+#include "layout/layer_shared.h"
+
+// Rows that come in bf16 and are quantised when they arrive, beside being stored as they are: a product of
+// e4m3 reads the one, a sum over rows in bf16 the other.
+namespace mega_moe::device {
+
+// One warp: up to eight groups of a token's row, from `first` on, to each of its slots.
+__device__ __forceinline__ void quantise_arrived(const ArrivedCodes& to, const ChunkView& view,
+                                                 const TokenRows& t, int hidden, int first, int groups,
+                                                 uint4 (&v)[kQuad]) {
+    const int lane = static_cast<int>(ptx::lane_id());
+    const int half = lane / kLanesPerGroup;
+    const int odd = lane & 1;
+    const QuantisedQuad quad = quantise_quad(v, lane);
+    const int own = quad_vector(lane);
+    const int groups_left = groups - half;
+#pragma unroll 1
+    for (int slot = 0; slot < t.rows; ++slot) {
+        const std::int64_t row = __shfl_sync(ptx::kAllLanes, t.slot, slot) + view.row_of_slot;
+        std::byte* codes = to.codes + row * hidden + first * layout::kQuantGroup + (lane / 2 + 16 * odd) * 16;
+#pragma unroll
+        for (int i = 0; i < kQuad; i += 2)
+            if (2 * (i + odd) < groups_left) ptx::store(codes + i * 256, quad.codes[i / 2]);
+        const std::int64_t run =
+            row / layout::kTileRows * (hidden / layout::kQuantGroup) + first + 2 * own + half;
+        if (own >= 0 && 2 * own < groups_left)
+            ptx::store(to.scales + run * layout::kTileRows + row % layout::kTileRows, quad.scale);
+    }
+}
+
+// The same of a piece of a row in shared memory, `bytes` of bf16 from byte `offset` of the row on.
+__device__ __forceinline__ void quantise_piece(const ArrivedCodes& to, const ChunkView& view,
+                                               const TokenRows& t, int hidden, int offset, int bytes,
+                                               std::uint32_t buffer) {
+    constexpr int kGroupBytes = layout::kQuantGroup * 2;
+    const std::uint32_t lane_at = ptx::lane_id() * 16;
+#pragma unroll 1
+    for (int at = 0; at < bytes; at += kQuad * 512) {
+        uint4 v[kQuad];
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i)
+            v[i] = at + i * 512 < bytes ? ptx::load_shared_vector(buffer + at + i * 512 + lane_at)
+                                        : uint4{0, 0, 0, 0};
+        quantise_arrived(to, view, t, hidden, (offset + at) / kGroupBytes,
+                         min((bytes - at) / kGroupBytes, 2 * kQuad), v);
+    }
+}
+
+}  // namespace mega_moe::device

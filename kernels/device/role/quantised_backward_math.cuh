@@ -1,0 +1,217 @@
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "device/epilogue/quantise_rows.cuh"
+#include "device/epilogue/store_rows.cuh"
+#include "device/epilogue/swiglu_backward.cuh"
+#include "device/role/backward_gradient.cuh"
+#include "device/role/backward_schedule.cuh"
+#include "device/role/quantised_stages.cuh"
+
+namespace mega_moe::device {
+
+// One warpgroup: its part of this CTA's tiles, of which dz and dx are products of e4m3 and the weights'
+// gradients of bf16.
+template <class C>
+class QuantisedBackwardMath {
+  public:
+    __device__ __forceinline__ QuantisedBackwardMath(const BackwardParams& params, const LayerShared<C>& map)
+        : p(params),
+          shared(map),
+          math_warp_(static_cast<int>(ptx::from_lane(ptx::thread_id() / 32, 0)) - 4),
+          told_(params.counters, map.written(), math_warp_) {}
+
+    __device__ __forceinline__ void run(Tracer<C::kTrace>& tracer) {
+        tracer.start();
+        for (;; ring_.next()) {
+            told_.wait(shared.ring_full(ring_.at), ring_.parity, lane());
+            const int kind = record().kind;
+            if (kind == kEnd) break;
+            if (kind == kDzTile)
+                dz_tile(tracer);
+            else if (kind == kDxTile)
+                dx_tile(tracer);
+            else
+                gradient(tracer);
+        }
+        told_.finish(lane());
+        // What was stored and is not counted still reads this CTA's shared memory.
+        ptx::bulk_wait<0>();
+    }
+
+  private:
+    static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
+    // Of the tile: the warpgroup's rows, and the warp's.
+    __device__ __forceinline__ int first_row() const { return math_warp_ / 4 * layout::kRowBlock; }
+    __device__ __forceinline__ int warp_row() const { return math_warp_ * 16; }
+
+    // The tile that the warp is at; beside the sums there are no registers for it.
+    __device__ __forceinline__ const BackwardTile& record() const {
+        return *reinterpret_cast<const BackwardTile*>(shared.record(ring_.at));
+    }
+    __device__ __forceinline__ BackwardTile take_record() const {
+        const BackwardTile t = record();
+        __syncwarp();
+        if (lane() == 0) ptx::mbarrier_arrive(shared.ring_empty(ring_.at));
+        return t;
+    }
+    __device__ __forceinline__ void trace_end(TraceKind kind, const BackwardTile& t,
+                                              Tracer<C::kTrace>& tracer) const {
+        tracer.end(kind, t.chunk, t.expert, trace_index(t, first_row()));
+    }
+    // Of a trace: the products of a tile begin when its first stage is there.
+    __device__ __forceinline__ void trace_wait(Tracer<C::kTrace>& tracer) {
+        if constexpr (C::kTrace) {
+            told_.wait(shared.full(stage_.at), stage_.parity, lane());
+            trace_end(TraceKind::kWaitTurn, record(), tracer);
+        }
+    }
+
+    template <int Columns>
+    __device__ __forceinline__ void multiply(float (&sums)[Columns], int k_blocks) {
+#pragma unroll
+        for (int i = 0; i < Columns; ++i)
+            sums[i] = 0.0f;
+        told_.wait(shared.full(stage_.at), stage_.parity, lane());
+        multiply_quantised(sums, shared, stage_, k_blocks, told_, RowScalesOfStage<C>{shared}, math_warp_,
+                           lane());
+    }
+    // A warpgroup without rows passes the stages on.
+    __device__ __forceinline__ void pass(int products) {
+        const int k_blocks = take_record().k_blocks;
+        pass_tile<C>(shared, stage_, products * k_blocks, told_, lane());
+    }
+
+    // Gate and up anew, the gradient of h, and from these in registers dz, h and a part of dtopk.
+    __device__ __forceinline__ void dz_tile(Tracer<C::kTrace>& tracer) {
+        if (record().rows <= first_row()) {
+            pass(2);
+            return;
+        }
+        trace_wait(tracer);
+        std::uint32_t gate[32], up[32];
+        {
+            float z[128];
+            multiply(z, record().k_blocks);
+            // Rounded as the forward does, and half the registers.
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                gate[i] = ptx::convert_bf16x2(z[2 * i], z[2 * i + 1]);
+                up[i] = ptx::convert_bf16x2(z[64 + 2 * i], z[64 + 2 * i + 1]);
+            }
+        }
+        float dh[64];
+        multiply(dh, record().k_blocks);
+        const BackwardTile t = take_record();
+        trace_end(TraceKind::kDz, t, tracer);
+        told_.finish(lane());
+        store_dz(t, gate, up, dh);
+        __syncwarp();
+        told_.later(p.counters + p.zd_done + (t.slot + first_row()) / layout::kRowBlock, nullptr, lane());
+        trace_end(TraceKind::kStoreDz, t, tracer);
+    }
+
+    __device__ __forceinline__ void store_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
+                                             const std::uint32_t (&up)[32], float (&dh)[64]) {
+        float weight[2];
+        std::uint32_t mask[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = warp_row() + lane() / 4 + 8 * i;
+            mask[i] = row < t.rows ? 0xFFFFFFFFu : 0;
+            weight[i] = 0.0f;
+            if (row < t.rows)
+                weight[i] = __uint_as_float(
+                    static_cast<std::uint32_t>(ptx::load_relaxed_gpu(p.route.slots + t.slot + row) >> 32));
+        }
+        const int row = t.pool_row + warp_row();
+        float dw[2] = {};
+        float du[64];
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+            std::uint32_t words[16];
+            float* dg_block = dh + 32 * block;
+            float* du_block = du + 32 * block;
+            if (p.clamp < INFINITY)
+                swiglu_backward_wide<true>(gate + 16 * block, up + 16 * block, words, dg_block, du_block,
+                                           weight, mask, p.clamp, dw);
+            else
+                swiglu_backward_wide<false>(gate + 16 * block, up + 16 * block, words, dg_block, du_block,
+                                            weight, mask, p.clamp, dw);
+            const int column = t.column + block * 64;
+            store_words(words, &p.h_store, column, row);
+            round_block(words, dg_block, mask);
+            store_words(words, &p.dz_store, column, row);
+            round_block(words, du_block, mask);
+            store_words(words, &p.dz_store, p.intermediate + column, row);
+        }
+        if (p.needs_dtopk) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 1);
+                dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 2);
+                const std::int64_t part_row = row + lane() / 4 + 8 * i;
+                if (lane() % 4 == 0)
+                    ptx::store(p.dtopk_parts + part_row * (p.intermediate / 128) + t.column / 128, dw[i]);
+            }
+        }
+        if (!p.needs_dx) return;
+        store_codes(dh, t.column, t, row);
+        store_codes(du, p.intermediate + t.column, t, row);
+    }
+    static __device__ __forceinline__ void round_block(std::uint32_t (&words)[16], const float* d,
+                                                       const std::uint32_t (&mask)[2]) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            words[i] = ptx::convert_bf16x2(d[2 * i], d[2 * i + 1]) & mask[i % 2];
+    }
+    __device__ __forceinline__ void store_words(const std::uint32_t* words, const TensorMap* map, int column,
+                                                int row) {
+        const std::uint32_t buffer = shared.store_buffer(math_warp_);
+        store_block([&] { stage_words(words, buffer, lane()); }, map, buffer, column, row, lane());
+    }
+    // Straight from fp32. Rows beyond the last have any codes, which only such rows of dx are made of.
+    __device__ __forceinline__ void store_codes(float (&d)[64], int column, const BackwardTile& t, int row) {
+        const float one[2] = {1.0f, 1.0f};
+        const std::int64_t run =
+            std::int64_t{t.pool_row} / layout::kTileRows * (2 * p.intermediate / layout::kQuantGroup) +
+            column / layout::kQuantGroup;
+        quantise_rows(d, one, &p.dz_code_store, shared.store_buffer(math_warp_),
+                      shared.store_scales(math_warp_), column, row,
+                      p.dz_scales + run * layout::kRowScaleBytes + warp_row() * 4, lane());
+    }
+
+    __device__ __forceinline__ void dx_tile(Tracer<C::kTrace>& tracer) {
+        if (record().rows <= first_row()) {
+            pass(1);
+            return;
+        }
+        trace_wait(tracer);
+        float d[128];
+        multiply(d, record().k_blocks);
+        const BackwardTile t = take_record();
+        trace_end(TraceKind::kDx, t, tracer);
+        told_.finish(lane());
+        const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
+        store_rows_directly<4>(d, p.dx_pool + (t.pool_row + warp_row()) * row_bytes + t.column * 2, row_bytes,
+                               shared.store_buffer(math_warp_), lane());
+        told_.later(p.counters + p.dx_done + (t.slot + first_row()) / layout::kRowBlock, nullptr, lane());
+        trace_end(TraceKind::kStoreDx, t, tracer);
+    }
+
+    __device__ __forceinline__ void gradient(Tracer<C::kTrace>& tracer) {
+        trace_wait(tracer);
+        gradient_tile(p, shared, take_record(), stage_, told_, first_row(), warp_row(),
+                      shared.store_buffer(math_warp_), tracer);
+    }
+
+    const BackwardParams& p;
+    const LayerShared<C>& shared;
+    int math_warp_;
+    Deferred told_;
+    RingCursor<C::kStages> stage_;
+    RingCursor<C::kRing> ring_;
+};
+
+}  // namespace mega_moe::device
