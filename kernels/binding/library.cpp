@@ -75,6 +75,17 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "bool canaries, int rank, int num_sms, int arrival_ns, int progress_ns, float clamp, bool "
         "accumulate, "
         "int delay_seed, int trace, int trace_bytes) -> ()");
+    // The same with gate and up, the gradient of h and dx in e4m3: of w_gate_up both copies, of w_down the
+    // transposed one, and their scale factors. Weight gradients are of bf16 all the same. quantise: of the
+    // forward, by which the shape of the buffer differs.
+    m.def(
+        "moe_backward_fp8(Tensor x, Tensor dy, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, "
+        "Tensor "
+        "w_gate_up_t, Tensor gate_up_sf, Tensor w_down_t, Tensor down_sf, Tensor(a!) dx, Tensor(b!) dtopk, "
+        "Tensor(c!) dw_gate_up, Tensor(d!) dw_down, Tensor(e!) summary, int[] buffers, int workspace, int "
+        "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool quantise, int rank, int "
+        "num_sms, int arrival_ns, int progress_ns, float clamp, bool accumulate, int delay_seed, int trace, "
+        "int trace_bytes) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");
 }
@@ -95,6 +106,7 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
     m.impl("moe_forward_fp8", TORCH_BOX(&mega_moe::binding::moe_forward_fp8));
     m.impl("moe_backward", TORCH_BOX(&mega_moe::binding::moe_backward));
+    m.impl("moe_backward_fp8", TORCH_BOX(&mega_moe::binding::moe_backward_fp8));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }
 
@@ -107,5 +119,6 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CPU, m) {
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
     m.impl("moe_forward_fp8", TORCH_BOX(&mega_moe::binding::moe_forward_fp8));
     m.impl("moe_backward", TORCH_BOX(&mega_moe::binding::moe_backward));
+    m.impl("moe_backward_fp8", TORCH_BOX(&mega_moe::binding::moe_backward_fp8));
     m.impl("clock_probe", TORCH_BOX(&mega_moe::binding::clock_probe));
 }

@@ -15,6 +15,86 @@ namespace {
 
 using Parts = layout::Layout<layout::kWorkspaceParts>;
 
+// By rows of a tensor, or by blocks of its columns.
+struct Map {
+    const char* what;
+    const void* data;
+    std::int64_t rows;
+    std::int64_t columns;
+    std::uint32_t box;  // rows, or blocks of columns
+    device::TensorMap& map;
+};
+
+template <int Count>
+Status encode(decltype(&map_rows) make, const Map (&maps)[Count]) noexcept {
+    for (const Map& m : maps) {
+        const Status status = make(m.what, m.data, m.rows, m.columns, m.box, m.map);
+        if (!status.ok) return status;
+    }
+    return ok_status();
+}
+
+// Operands of the products whose rows are loaded, in bf16.
+Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
+                    const Parts& parts, device::BackwardParams& p) noexcept {
+    const std::int64_t rows = local.pools() * local.pool_rows;
+    const std::int64_t gate_up_rows = local.num_local * 2 * local.intermediate;
+    constexpr std::uint32_t kHeight = layout::kTileRows;
+    const void* x = workspace + parts[layout::kXPool];
+    const void* dy = workspace + parts[layout::kDyPool];
+    const void* dz = workspace + parts[layout::kDzPool];
+    const Map by_rows[] = {
+        {"x pool", x, rows, local.hidden, kHeight, p.x_load},
+        {"x pool", x, rows, local.hidden, kHeight / 2, p.x_half_load},
+        {"dy pool", dy, rows, local.hidden, kHeight, p.dy_load},
+        {"dy pool", dy, rows, local.hidden, kHeight / 2, p.dy_half_load},
+        {"dz pool", dz, rows, 2 * local.intermediate, kHeight, p.dz_load},
+        {"dz pool", dz, rows, 2 * local.intermediate, kHeight / 2, p.dz_half_load},
+        {"w_gate_up", problem.w_gate_up, gate_up_rows, local.hidden, 128, p.gate_up_load},
+        {"w_down", problem.w_down, local.num_local * local.hidden, local.intermediate, 64, p.down_load},
+    };
+    const Status status = encode(map_rows, by_rows);
+    if (!status.ok) return status;
+    const Map by_blocks[] = {
+        {"w_gate_up", problem.w_gate_up, gate_up_rows, local.hidden, 2, p.gate_up_blocks}};
+    return encode(map_blocks, by_blocks);
+}
+
+// The same in e4m3, and what makes them.
+Status map_quantised_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local,
+                              std::byte* workspace, const Parts& parts, device::BackwardParams& p) noexcept {
+    const std::int64_t rows = local.pools() * local.pool_rows;
+    const std::int64_t hidden = local.hidden;
+    const std::int64_t inner = local.intermediate;
+    constexpr std::uint32_t kHeight = layout::kTileRows;
+    std::byte* x = workspace + parts[layout::kXCodePool];
+    std::byte* dy = workspace + parts[layout::kDyCodePool];
+    const void* dz = workspace + parts[layout::kDzCodePool];
+    const Map by_rows[] = {
+        {"x_e4m3 pool", x, rows, hidden, kHeight, p.x_load},
+        {"x_e4m3 pool", x, rows, hidden, kHeight / 2, p.x_half_load},
+        {"dy_e4m3 pool", dy, rows, hidden, kHeight, p.dy_load},
+        {"dy_e4m3 pool", dy, rows, hidden, kHeight / 2, p.dy_half_load},
+        {"dz_e4m3 pool", dz, rows, 2 * inner, kHeight, p.dz_load},
+        {"dz_e4m3 pool", dz, rows, 2 * inner, kHeight / 2, p.dz_half_load},
+        {"w_gate_up", problem.w_gate_up, local.num_local * 2 * inner, hidden, 128, p.gate_up_load},
+        {"w_down_t", problem.w_down_transposed, local.num_local * inner, hidden, 64, p.down_load},
+        {"w_gate_up_t", problem.w_gate_up_transposed, local.num_local * hidden, 2 * inner, 128,
+         p.gate_up_blocks},
+        {"dz_e4m3 pool", dz, rows, 2 * inner, 16, p.dz_code_store},
+    };
+    p.codes[0] = {x, reinterpret_cast<float*>(workspace + parts[layout::kXScalePool])};
+    p.codes[1] = {dy, reinterpret_cast<float*>(workspace + parts[layout::kDyScalePool])};
+    p.gate_up_scales = problem.gate_up_scales;
+    p.down_scales = problem.down_scales;
+    p.x_scales = workspace + parts[layout::kXScalePool];
+    p.dy_scales = workspace + parts[layout::kDyScalePool];
+    p.dz_scales = workspace + parts[layout::kDzScalePool];
+    p.dx_pool = workspace + parts[layout::kOPool];
+    return encode(map_e4m3_rows, by_rows);
+}
+
+// What is stored, and the operands of the weights' gradients: bf16 in every precision.
 Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
                  const Parts& parts, device::BackwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
@@ -22,56 +102,34 @@ Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& l
     const std::int64_t intermediate = local.intermediate;
     const std::int64_t gate_up_rows = local.num_local * 2 * intermediate;
     const std::int64_t down_rows = local.num_local * hidden;
-    constexpr std::uint32_t kHeight = layout::kTileRows;
     const void* x = workspace + parts[layout::kXPool];
     const void* dy = workspace + parts[layout::kDyPool];
     const void* dz = workspace + parts[layout::kDzPool];
     const void* h = workspace + parts[layout::kHPool];
     const void* dx = workspace + parts[layout::kOPool];
-    struct Map {
-        const char* what;
-        const void* data;
-        std::int64_t rows;
-        std::int64_t columns;
-        std::uint32_t box;  // rows, or blocks of columns
-        device::TensorMap& map;
-    };
-    const Map by_rows[] = {
-        {"x pool", x, rows, hidden, kHeight, p.x_load},
-        {"x pool", x, rows, hidden, kHeight / 2, p.x_half_load},
-        {"dy pool", dy, rows, hidden, kHeight, p.dy_load},
-        {"dy pool", dy, rows, hidden, kHeight / 2, p.dy_half_load},
-        {"dz pool", dz, rows, 2 * intermediate, kHeight, p.dz_load},
-        {"dz pool", dz, rows, 2 * intermediate, kHeight / 2, p.dz_half_load},
-        {"w_gate_up", problem.w_gate_up, gate_up_rows, hidden, 128, p.gate_up_load},
-        {"w_down", problem.w_down, down_rows, intermediate, 64, p.down_load},
+    const Map stores[] = {
         {"dz pool", dz, rows, 2 * intermediate, 16, p.dz_store},
         {"h pool", h, rows, intermediate, 16, p.h_store},
         {"dx pool", dx, rows, hidden, 16, p.dx_store},
     };
+    Status status = encode(map_rows, stores);
+    if (!status.ok) return status;
     const Map by_blocks[] = {
-        {"w_gate_up", problem.w_gate_up, gate_up_rows, hidden, 2, p.gate_up_blocks},
         {"x pool", x, rows, hidden, 2, p.x_blocks},
         {"dy pool", dy, rows, hidden, 2, p.dy_blocks},
         {"dz pool", dz, rows, 2 * intermediate, 2, p.dz_blocks},
         {"h pool", h, rows, intermediate, 2, p.h_blocks},
     };
+    status = encode(map_blocks, by_blocks);
+    if (!status.ok) return status;
     const Map gradients[] = {
         {"dw_gate_up", problem.dw_gate_up, gate_up_rows, hidden, 16, p.dw_gate_up_store},
         {"dw_down", problem.dw_down, down_rows, intermediate, 16, p.dw_down_store},
     };
-    for (const Map& m : by_rows) {
-        const Status status = map_rows(m.what, m.data, m.rows, m.columns, m.box, m.map);
-        if (!status.ok) return status;
-    }
-    for (const Map& m : by_blocks) {
-        const Status status = map_blocks(m.what, m.data, m.rows, m.columns, m.box, m.map);
-        if (!status.ok) return status;
-    }
     for (const Map& m : gradients) {
         // An fp32 gradient is stored without a map, and one that nobody wants not at all.
         if (m.data == nullptr || problem.gradients_are_fp32) continue;
-        const Status status = map_rows(m.what, m.data, m.rows, m.columns, m.box, m.map);
+        status = map_rows(m.what, m.data, m.rows, m.columns, m.box, m.map);
         if (!status.ok) return status;
     }
     return ok_status();
@@ -138,13 +196,17 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     const Op op = problem.trace != nullptr ? Op::kBackwardTrace
                   : problem.saved_rows > 0 ? Op::kBackwardSaving
                                            : Op::kBackward;
-    Status status = prepare_layer(op, Precision::kBf16, route, launch);
+    const bool quantised = route.shape.quantise_backward;
+    Status status = prepare_layer(op, quantised ? Precision::kFp8 : Precision::kBf16, route, launch);
     if (!status.ok) return status;
     const layout::WorkspaceShape local = workspace_shape(route.shape);
     const Parts parts = layout::make_workspace(local);
     auto* workspace = static_cast<std::byte*>(route.workspace);
     device::BackwardParams p{};
     status = make_maps(problem, local, workspace, parts, p);
+    if (!status.ok) return status;
+    status = quantised ? map_quantised_operands(problem, local, workspace, parts, p)
+                       : map_operands(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);
     p.route.call = layout::backward_call(problem.needs_dx, problem.needs_dtopk);

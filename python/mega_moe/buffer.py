@@ -137,7 +137,7 @@ class MoEBuffer:
                 )
                 self._router = plan.build_router(request, self._control, kernels)
                 self._executor = plan.build_executor(self._explanation, facts, *ranks, kernels)
-                self._saved_rows = plan.saved_rows(kernels, request, share)
+                self._saved_rows = plan.saved_rows(kernels, share)
             # The memory may not fit on one rank alone.
             except RuntimeError as failed:
                 error = failed

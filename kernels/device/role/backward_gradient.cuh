@@ -7,7 +7,6 @@
 #include "device/ptx/global_memory.cuh"
 #include "device/ptx/ordered_memory.cuh"
 #include "device/role/backward_schedule.cuh"
-#include "device/role/layer_math.cuh"
 
 // A tile of a weight's gradient, in bf16 in every precision. Its epilogue goes into the sums between parts,
 // or into the result in its own dtype, which is set or added to. Each element has one thread in each part,
@@ -86,36 +85,12 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Ba
     if (both_halves) store_rows<2>(d + 64, map, buffer, t.column + 128, row, lane);
 }
 
-// One warpgroup. `told` counts what it stores.
-template <class C, class Told>
-__device__ __forceinline__ void gradient_tile(const BackwardParams& p, const LayerShared<C>& shared,
-                                              const BackwardTile& t, RingCursor<C::kStages>& stage,
-                                              Told& told, int first_row, int warp_row, std::uint32_t buffer,
-                                              Tracer<C::kTrace>& tracer) {
+// By one warp, behind its products; `told` counts them.
+template <bool Trace, class Told>
+__device__ __forceinline__ void store_gradient_tile(const BackwardParams& p, const BackwardTile& t,
+                                                    float (&d)[128], Told& told, int first_row, int warp_row,
+                                                    std::uint32_t buffer, Tracer<Trace>& tracer) {
     const int lane = static_cast<int>(ptx::lane_id());
-    float d[128];
-#pragma unroll
-    for (int i = 0; i < 128; ++i)
-        d[i] = 0.0f;
-    told.wait(shared.full(stage.at), stage.parity, lane);
-    const auto rows = static_cast<std::uint32_t>(first_row * kOperandRowBytes);
-    if constexpr (C::kQuantised) {
-        // Beside promoted products ptxas has no registers to keep one under way around the loop (C7511). Two
-        // warpgroups keep the tensor cores as busy.
-        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage.next()) {
-            ptx::mbarrier_wait(shared.full(stage.at), stage.parity);
-            if (t.rows > 0)
-                multiply_stage<Major::kMn, Major::kMn>(d, shared.a(stage.at) + rows, shared.b(stage.at));
-            if (k_block >= kPublishBlock) told.publish(lane);
-            ptx::wgmma_wait<0>();
-            release_stage<C>(shared, stage.at, lane);
-        }
-    } else {
-        const int last = multiply_tile<C, Major::kMn, Major::kMn>(d, shared, stage, t.k_blocks, rows,
-                                                                  t.rows > 0, told, lane);
-        ptx::wgmma_wait<0>();
-        release_stage<C>(shared, last, lane);
-    }
     tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row));
     store_gradient(p, t, d, warp_row, buffer, lane);
     __syncwarp();

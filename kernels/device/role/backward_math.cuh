@@ -7,6 +7,7 @@
 #include "device/epilogue/swiglu_backward.cuh"
 #include "device/role/backward_gradient.cuh"
 #include "device/role/backward_schedule.cuh"
+#include "device/role/layer_math.cuh"
 
 namespace mega_moe::device {
 
@@ -166,7 +167,12 @@ class BackwardMath {
 
     __device__ __forceinline__ void gradient(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         trace_wait(t, true, tracer);
-        gradient_tile(p, shared, t, stage_, unpublished_, first_row_, warp_row_, buffer_, tracer);
+        float d[128];
+#pragma unroll
+        for (int i = 0; i < 128; ++i)
+            d[i] = 0.0f;
+        multiply<Major::kMn, Major::kMn>(d, t.k_blocks, t.rows > 0);
+        store_gradient_tile(p, t, d, unpublished_, first_row_, warp_row_, buffer_, tracer);
     }
 
     const BackwardParams& p;

@@ -202,8 +202,25 @@ class QuantisedBackwardMath {
 
     __device__ __forceinline__ void gradient(Tracer<C::kTrace>& tracer) {
         trace_wait(tracer);
-        gradient_tile(p, shared, take_record(), stage_, told_, first_row(), warp_row(),
-                      shared.store_buffer(math_warp_), tracer);
+        const BackwardTile t = take_record();
+        float d[128];
+#pragma unroll
+        for (int i = 0; i < 128; ++i)
+            d[i] = 0.0f;
+        told_.wait(shared.full(stage_.at), stage_.parity, lane());
+        // Beside promoted products ptxas has no registers to keep one under way around the loop (C7511). Two
+        // warpgroups keep the tensor cores as busy.
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            ptx::mbarrier_wait(shared.full(stage_.at), stage_.parity);
+            if (t.rows > 0)
+                multiply_stage<Major::kMn, Major::kMn>(
+                    d, shared.a(stage_.at) + static_cast<std::uint32_t>(first_row() * kOperandRowBytes),
+                    shared.b(stage_.at));
+            if (k_block >= kPublishBlock) told_.publish(lane());
+            ptx::wgmma_wait<0>();
+            release_stage<C>(shared, stage_.at, lane());
+        }
+        store_gradient_tile(p, t, d, told_, first_row(), warp_row(), shared.store_buffer(math_warp_), tracer);
     }
 
     const BackwardParams& p;

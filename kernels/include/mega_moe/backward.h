@@ -11,11 +11,16 @@ namespace mega_moe {
 // and dtopk are wanted must be equal on all ranks, and is said beside them since either may be empty.
 struct BackwardProblem {
     RouteProblem route;
-    const void* x;              // bf16 [num_tokens, hidden]
-    const void* dy;             // bf16 [num_tokens, hidden]
-    const void* w_gate_up;      // bf16 [num_local, 2 * intermediate, hidden], gate first
-    const void* w_down;         // bf16 [num_local, hidden, intermediate]
-    const void* saved_gate_up;  // what launch_forward left there for the same tokens
+    const void* x;          // bf16 [num_tokens, hidden]
+    const void* dy;         // bf16 [num_tokens, hidden]
+    const void* w_gate_up;  // bf16 [num_local, 2 * intermediate, hidden], gate first
+    const void* w_down;     // bf16 [num_local, hidden, intermediate]
+    // Where the shape's backward is quantised: w_gate_up and these are e4m3, and w_down is not read.
+    const void* w_gate_up_transposed;  // [num_local, hidden, 2 * intermediate]
+    const void* w_down_transposed;     // [num_local, intermediate, hidden]
+    const float* gate_up_scales;       // of each 128 x 128, as of the weights that are not transposed:
+    const float* down_scales;   // [num_local, 2 * intermediate / 128, hidden / 128], [.., hidden / 128, ..]
+    const void* saved_gate_up;  // what launch_forward left there for the same tokens; in bf16 alone
     void* dx;                   // bf16 [num_tokens, hidden]
     void* dtopk;                // fp32 [num_tokens, top_k]
     void* dw_gate_up;           // bf16 or fp32, as w_gate_up

@@ -323,7 +323,7 @@ Ids make_ids(std::mt19937& random, const RouteShape& s, const std::vector<std::i
 
 RouteShape make_shape(std::int64_t max_tokens, std::int64_t top_k, std::int64_t experts, std::int64_t ranks,
                       bool small_pool) {
-    RouteShape s{max_tokens, top_k, experts, 128, 0, ranks, 0, false, false, true, false};
+    RouteShape s{max_tokens, top_k, experts, 128, 0, ranks, 0, false, false, true, false, false};
     s.pool_rows = small_pool ? mega_moe::smallest_pool_rows(s) : mega_moe::largest_pool_rows(s);
     return s;
 }

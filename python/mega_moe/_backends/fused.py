@@ -31,7 +31,9 @@ class FusedExecutor:
         self._kernel_backward = KernelBackward(kernels) if kernels.shape.backward else None
         self._backward = backward
         # None where no kernel reads e4m3 weights.
-        self.weight_copies = WeightCopies(backward=False) if kernels.shape.quantise else None
+        shape = kernels.shape
+        reads = shape.quantise or shape.quantise_backward
+        self.weight_copies = WeightCopies(backward=shape.quantise_backward) if reads else None
 
     def forward(
         self,
@@ -81,7 +83,9 @@ class FusedExecutor:
     def _as_read(self, weight: Tensor) -> Tensor | WeightCopy:
         """``weight`` as the forward kernel takes it."""
         copies = self.weight_copies
-        return dense(weight) if copies is None else copies.of(weight, codes=True, transposed=False)
+        if copies is None or not self._kernels.shape.quantise:
+            return dense(weight)
+        return copies.of(weight, codes=True, transposed=False)
 
     def backward(
         self,
@@ -144,6 +148,12 @@ class FusedExecutor:
         saved_gate_up: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         assert self._kernel_backward is not None
+        copies = None
+        if self.weight_copies is not None and self._kernels.shape.quantise_backward:
+            copies = (
+                self.weight_copies.of(w_gate_up, codes=True, transposed=True),
+                self.weight_copies.of(w_down, codes=False, transposed=True),
+            )
         got, _ = self._kernel_backward.backward(
             dense(dy),
             dense(x),
@@ -156,6 +166,7 @@ class FusedExecutor:
             dw_dtype=dw_dtype,
             into=into,
             saved_gate_up=saved_gate_up,
+            copies=copies,
         )
         dtopk = None if got.dtopk is None else got.dtopk.to(topk_weights.dtype)
         return got.dx, dtopk, got.dw_gate_up, got.dw_down

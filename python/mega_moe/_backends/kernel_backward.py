@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.summary import Routing, routing_of
+from mega_moe._backends.weight_copies import WeightCopy
 from mega_moe._ops import library
 
 
@@ -42,6 +43,7 @@ class KernelBackward:
         dw_dtype: torch.dtype = torch.bfloat16,
         into: tuple[Tensor | None, Tensor | None] | None = None,
         saved_gate_up: Tensor | None = None,
+        copies: tuple[WeightCopy, WeightCopy] | None = None,
         delay_seed: int = 0,
         trace: Tensor | None = None,
     ) -> tuple[Gradients, Routing]:
@@ -50,7 +52,9 @@ class KernelBackward:
         Inputs as `KernelForward.forward` takes them, and dy as x. ``needs``: of x, topk_weights, w_gate_up, w_down; the
         first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which the weight
         gradients that are needed are added; they are then None in the result. ``saved_gate_up``: what a forward of the
-        same inputs left in it, on this rank; it changes no bit. Ranks may differ in the last three.
+        same inputs left in it, on this rank; it changes no bit. Ranks may differ in the last three. ``copies`` of both
+        weights make the launch one of the fp8 kernel, where ``kernels`` has its memory: all of w_gate_up, and the
+        transposed one of w_down.
         """
         kernels = self._kernels
         shape = kernels.shape
@@ -64,15 +68,29 @@ class KernelBackward:
             )
         ]
         summary = kernels.new_summary()
+        weights: tuple[Tensor | None, ...]
+        # Of the shape, what one form alone takes.
+        form: tuple[bool, ...] = ()
+        if copies is None:
+            op, weights = (
+                "moe_backward",
+                (w_gate_up, w_down, none if saved_gate_up is None else saved_gate_up),
+            )
+        elif saved_gate_up is not None:
+            raise TypeError(
+                "saved_gate_up: got a tensor, want None: the fp8 kernel computes gate and up again"
+            )
+        else:
+            gate_up, down = copies
+            op, form = "moe_backward_fp8", (shape.quantise,)
+            weights = (gate_up.codes, gate_up.transposed, gate_up.scales, down.transposed, down.scales)
         kernels.call(
-            lambda: library.require().moe_backward(
+            lambda: getattr(library.require(), op)(
                 x,
                 dy,
                 topk_idx,
                 topk_weights,
-                w_gate_up,
-                w_down,
-                none if saved_gate_up is None else saved_gate_up,
+                *weights,
                 dx,
                 dtopk,
                 *made,
@@ -82,6 +100,7 @@ class KernelBackward:
                 shape.num_experts,
                 shape.pool_rows,
                 shape.canaries,
+                *form,
                 kernels.rank,
                 kernels.num_sms,
                 *kernels.limits_ns,

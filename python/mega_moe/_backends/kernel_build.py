@@ -31,6 +31,7 @@ def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape
         home=fused,
         canaries=env.debug(),
         backward=fused and backward,
+        quantise_backward=fused and backward and request.backward_precision == "fp8",
     )
 
 

@@ -71,7 +71,7 @@ class KernelForward:
                 shape.num_experts,
                 shape.pool_rows,
                 shape.canaries,
-                shape.backward,
+                shape.backward_form,
                 kernels.rank,
                 kernels.num_sms,
                 *kernels.limits_ns,

@@ -159,7 +159,7 @@ class KernelRank:
             shape.quantise,
             shape.home,
             shape.canaries,
-            shape.backward,
+            shape.backward_form,
             self.rank,
             self.num_sms,
             *self.limits_ns,

@@ -179,10 +179,10 @@ def build_executor(
     return FusedExecutor(kernels, plain) if fused and kernels is not None else plain
 
 
-def saved_rows(kernels: KernelRank | None, request: Request, share: float) -> SavedRows:
+def saved_rows(kernels: KernelRank | None, share: float) -> SavedRows:
     """Room for gate and up between the fused kernels of both directions; none where those do not serve the calls, or
     make gate and up in fp8."""
-    if kernels is None or not kernels.shape.backward or request.backward_precision == "fp8":
+    if kernels is None or not kernels.shape.backward or kernels.shape.quantise_backward:
         return SavedRows(0, 0, 0, 0, 0)
     return SavedRows.of(kernels.shape, share)
 

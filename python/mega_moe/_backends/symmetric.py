@@ -35,10 +35,16 @@ class Shape:
     home: bool = False
     canaries: bool = False
     backward: bool = False  # with what the fused backward needs besides
+    quantise_backward: bool = False  # and what that needs in fp8
 
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
+
+    @property
+    def backward_form(self) -> int:
+        """As the operators take it: 0 without a backward, 1 with one in bf16, 2 in fp8."""
+        return int(self.backward) + int(self.backward and self.quantise_backward)
 
     def arguments(self) -> tuple[Any, ...]:
         """As the layout operators take them."""
@@ -53,7 +59,7 @@ class Shape:
             self.quantise,
             self.home,
             self.canaries,
-            self.backward,
+            self.backward_form,
         )
 
 

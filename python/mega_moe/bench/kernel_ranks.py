@@ -148,6 +148,7 @@ class KernelRanks:
             quantise=request.forward_precision == "fp8",
             home=True,
             backward=options.direction == "backward" or options.saved > 0,
+            quantise_backward=options.direction == "backward" and request.backward_precision == "fp8",
         )
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         # Clusters are pairs; a trace has a place for every CTA.
@@ -260,6 +261,7 @@ class KernelRanks:
             needs=PARTS[options.parts],
             dw_dtype=options.dw_dtype,
             saved_gate_up=self._saved[rank],
+            copies=given.copies,
             trace=trace,
         )
         return [gradient for gradient in gradients if gradient is not None]
