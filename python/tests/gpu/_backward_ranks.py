@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mega_moe._backends.kernel_backward import Gradients, KernelBackward
 from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
 
 from ._forward import Layer
 from ._forward_ranks import ForwardRanks, shape_of
@@ -22,6 +23,7 @@ class BackwardRanks(ForwardRanks):
     def __init__(self, device: torch.device, shape: Shape, **options: Any) -> None:
         super().__init__(device, shape, **options)
         self.backwards = [KernelBackward(kernels) for kernels in self.kernels]
+        self._pairs: dict[tuple[int, int], tuple[WeightCopy, WeightCopy]] = {}
 
     def start_backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
         """One call of every rank, from the last to the first, each on its stream; waits for nothing.
@@ -48,9 +50,21 @@ class BackwardRanks(ForwardRanks):
             layer.weights[rank],
             *layer.experts(rank),
             layer.clamp,
+            copies=self.copies(rank, layer),
             **options,
         )
         return gradients
+
+    def copies(self, rank: int, layer: Layer) -> tuple[WeightCopy, WeightCopy] | None:
+        """Of one rank's weights as the backward in fp8 reads them, made once; None in bf16."""
+        if not self.shape.quantise_backward:
+            return None
+        key = (rank, layer.gate_up.data_ptr())
+        if key not in self._pairs:
+            made = WeightCopies(backward=True)
+            gate_up, down = (made.of(w, codes=True, transposed=True) for w in layer.experts(rank))
+            self._pairs[key] = (gate_up, down)
+        return self._pairs[key]
 
     def backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
         self.have_room_for_gradients(layer, options.get("dw_dtype", torch.bfloat16))
@@ -81,6 +95,7 @@ class BackwardRanks(ForwardRanks):
     def have_room_for_gradients(self, layer: Layer, dw_dtype: torch.dtype) -> None:
         """As `have_room`: an allocation between the launches could wait for one that waits."""
         for rank in range(layer.num_ranks):
+            self.copies(rank, layer)
             with self.on(rank):
                 spare = [torch.empty_like(weight, dtype=dw_dtype) for weight in layer.experts(rank)]
                 spare += [torch.empty_like(layer.x[rank]) for _ in range(2)]
@@ -97,7 +112,12 @@ def new_backward_ranks(
     pool_rows: int = 0,
     num_sms: int | None = None,
     limit: float = 5.0,
+    precision: str = "bf16",
 ) -> BackwardRanks:
     """Ranks on a buffer that just holds ``layer`` in both directions."""
-    shape = dataclasses.replace(shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows), backward=True)
+    shape = dataclasses.replace(
+        shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantise=precision == "fp8"),
+        backward=True,
+        quantise_backward=precision != "bf16",
+    )
     return BackwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)

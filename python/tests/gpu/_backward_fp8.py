@@ -1,0 +1,145 @@
+"""How gradients of the backward in fp8 are judged: against fp64, and against an emulation that quantises where it does.
+
+The weights' gradients are products of bf16 rows, but these come of gate, up and dh, which are made in e4m3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.arithmetic import Experts, Wanted
+from mega_moe._backends.facts import variants
+from mega_moe._backends.kernel_backward import Gradients
+from mega_moe._backends.reference import ReferenceArithmetic
+
+from ._backward import ExactGradients, exact_gradients
+from ._emulated import combined
+from ._forward import MANY, Layer
+from ._forward_fp8 import TOLERANCE, rank_difference, token_tolerance, too_far
+
+
+def why_no_kernel() -> str | None:
+    if any(v.op == "backward" and v.precision == "fp8" for v in variants()):
+        return None
+    return "this wheel holds no fused backward kernel in fp8"
+
+
+class EmulatedGradients(NamedTuple):
+    """As `ExactGradients`, and the size of what each token's dx is summed from."""
+
+    dx: list[Tensor]  # bf16 [T, H] of each rank
+    scale: list[Tensor]  # [T]
+    dtopk: list[Tensor]  # fp32 [T, K]
+    dw_gate_up: Tensor  # fp32 [E, 2I, H]
+    dw_down: Tensor  # fp32 [E, H, I]
+
+
+def emulated_gradients(layer: Layer, dy: Sequence[Tensor]) -> EmulatedGradients:
+    one = layer.as_one_rank()
+    x, ids, weights, all_dy = one.x[0], one.ids[0], one.weights[0], torch.cat(list(dy))
+    token, slot = (ids >= 0).nonzero().unbind(1)
+    expert = ids[token, slot]
+    order = torch.sort(expert, stable=True).indices
+    token, slot = token[order], slot[order]
+    counts = expert.bincount(minlength=layer.num_experts).tolist()
+    clamp = None if layer.clamp is None or math.isinf(layer.clamp) else layer.clamp
+    got = ReferenceArithmetic("fp8").backward(
+        x[token],
+        all_dy[token],
+        weights[token, slot],
+        Experts(layer.gate_up, layer.down, counts, clamp),
+        Wanted(True, True, True, True, torch.float32),
+    )
+    assert got.dx is not None
+    assert got.dw is not None
+    assert got.dw_gate_up is not None
+    assert got.dw_down is not None
+    slots = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
+    slots[token, slot] = got.dx
+    dtopk = torch.zeros(ids.shape, dtype=torch.float32, device=x.device)
+    dtopk[token, slot] = got.dw
+    sizes = [len(own) for own in layer.x]
+    parts = list(slots.split(sizes))
+    scale = [own.double().square().sum((1, 2)).sqrt() for own in parts]
+    return EmulatedGradients(
+        combined(layer, parts), scale, list(dtopk.split(sizes)), got.dw_gate_up, got.dw_down
+    )
+
+
+def difference(
+    layer: Layer, got: Sequence[Gradients], want: ExactGradients, emulation: EmulatedGradients
+) -> str | None:
+    """What is wrong with the gradients of all ranks; None where they are right. What was not asked for is skipped."""
+    local = layer.num_experts // layer.num_ranks
+    ids_of_all = torch.cat([ids.reshape(-1) for ids in layer.ids])
+    counts = ids_of_all[ids_of_all >= 0].bincount(minlength=layer.num_experts)
+    most = token_tolerance(layer.down.shape[2])
+    for rank, own in enumerate(got):
+        who = f"rank {rank} of {layer.num_ranks}"
+        ids, here = layer.ids[rank], slice(rank * local, (rank + 1) * local)
+        if own.dx is not None:
+            wrong = rank_difference(
+                own.dx,
+                emulation.dx[rank],
+                want.dx[rank],
+                emulation.scale[rank],
+                ids,
+                layer.num_experts,
+                most,
+            )
+            if wrong is not None:
+                return f"{who}: dx: {wrong}"
+            if torch.count_nonzero(own.dx[(ids < 0).all(1)]):
+                return f"{who}: dx of tokens without an expert is not zero"
+        if own.dtopk is not None:
+            if torch.count_nonzero(own.dtopk[ids < 0]):
+                return f"{who}: dtopk of masked slots is not zero"
+            wrong = _compared(own.dtopk, emulation.dtopk[rank], want.dtopk[rank], len(ids))
+            if wrong is not None:
+                return f"{who}: dtopk: {wrong}"
+        for name in ("dw_gate_up", "dw_down"):
+            value: Tensor | None = getattr(own, name)
+            if value is None:
+                continue
+            like, exact = getattr(emulation, name)[here], getattr(want, name)[here]
+            wrong = _compared(value, like, exact, int(counts[here].sum()))
+            for e in range(local):
+                count = int(counts[here][e])
+                if count == 0 and torch.count_nonzero(value[e]):
+                    return f"{who}: {name} of expert {rank * local + e}, which has no rows, is not zero"
+                wrong = wrong or _compared(value[e], like[e], exact[e], count)
+            if wrong is not None:
+                return f"{who}: {name}: {wrong}"
+    return None
+
+
+def _compared(value: Tensor, like: Tensor, exact: Tensor, rows: int) -> str | None:
+    """What is wrong with a gradient that is a sum over ``rows``, or has one for each."""
+    if value.shape != exact.shape or not bool(value.isfinite().all()):
+        return f"has shape {tuple(value.shape)}, or values that are no numbers"
+    if rows < MANY:
+        return None
+    wide, like = value.double(), like.double()
+    squares = (wide - like, like, wide - exact, like - exact)
+    return too_far(*(float(part.square().sum()) for part in squares))
+
+
+class Judge:
+    """A layer and the gradients of its results with what they are measured by."""
+
+    def __init__(self, layer: Layer, dy: Sequence[Tensor]) -> None:
+        self._layer = layer
+        self._exact = exact_gradients(layer, dy)
+        self._emulation = emulated_gradients(layer, dy)
+
+    def assert_right(self, got: Sequence[Gradients]) -> None:
+        where = difference(self._layer, got, self._exact, self._emulation)
+        assert where is None, where
+
+
+__all__ = ["TOLERANCE", "EmulatedGradients", "Judge", "difference", "emulated_gradients", "why_no_kernel"]

@@ -1,0 +1,94 @@
+"""The backward in fp8 gives the same bits again: over launches, memory, delays of its roles, beside the forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ._backward import assert_same_bits, random_dy
+from ._backward_fp8 import Judge, why_no_kernel
+from ._backward_ranks import BackwardRanks, new_backward_ranks
+from ._forward import Layer, random_experts, random_layer
+from ._forward import assert_same_bits as assert_same_y
+from ._forward_ranks import shape_of, smallest_pool
+from ._virtual import HUGE, NAN, NUMBER, random_ids
+
+pytestmark = [
+    pytest.mark.timeout(120, method="thread"),
+    pytest.mark.skipif(why_no_kernel() is not None, reason=str(why_no_kernel())),
+]
+
+FEW, REPEATS, SEEDS = 700, 50, 24
+CHUNKS = pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+KINDS = ("random", "one expert", "masked")
+
+
+def made(device: torch.device, num_ranks: int, chunks: str) -> tuple[list[Layer], BackwardRanks]:
+    counts = [FEW - 50 * rank for rank in range(num_ranks)]
+    experts = random_experts(device, 16, 512, 384)
+    layers = [
+        random_layer(random_ids(kind, counts, 4, 16, device), experts, weights="signed", seed=seed)
+        for seed, kind in enumerate(KINDS)
+    ]
+    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
+    return layers, new_backward_ranks(device, layers[0], pool_rows=pool, precision="fp8")
+
+
+@CHUNKS
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_smoke_what_memory_held_before(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
+    layers, ranks = made(cuda_device, num_ranks, chunks)
+    for seed, layer in enumerate(layers):
+        dy, want = random_dy(layer, seed), None
+        for word in (NAN, HUGE, NUMBER):
+            ranks.poison(word)
+            got = ranks.backward(layer, dy)
+            if want is None:
+                Judge(layer, dy).assert_right(got)
+                want = got
+            assert_same_bits(got, want, f"layer {seed}, memory of {word:#x}")
+    ranks.check()
+
+
+@CHUNKS
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_repeats(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
+    layers, ranks = made(cuda_device, num_ranks, chunks)
+    dy = random_dy(layers[0])
+    want = ranks.backward(layers[0], dy)
+    for step in range(REPEATS):
+        assert_same_bits(ranks.backward(layers[0], dy), want, f"repeat {step}")
+    ranks.check()
+
+
+@CHUNKS
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
+    """Pauses at random places of the communication, any number of SMs: orders that a quiet GPU never shows."""
+    layers, ranks = made(cuda_device, num_ranks, chunks)
+    layers = layers[:2]
+    dy = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
+    want = [ranks.backward(layer, own) for layer, own in zip(layers, dy)]
+    for seed in range(1, SEEDS + 1):
+        if seed % 4 == 1:
+            ranks.poison(NAN if seed % 8 == 1 else HUGE)
+        ranks.use_sms(2 * (seed % 8) + 2)
+        at = seed % len(layers)
+        got = ranks.backward(layers[at], dy[at], delay_seed=seed)
+        assert_same_bits(got, want[at], f"delays of seed {seed}")
+    ranks.check()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_both_directions_on_one_buffer(cuda_device: torch.device, num_ranks: int) -> None:
+    """The forward stages x as e4m3 where the backward stages it in bf16."""
+    layers, ranks = made(cuda_device, num_ranks, "one chunk")
+    dy = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
+    y = [ranks.forward(layer) for layer in layers]
+    gradients = [ranks.backward(layer, own) for layer, own in zip(layers, dy)]
+    for step in range(3 * len(layers)):
+        at = step % len(layers)
+        assert_same_y(ranks.forward(layers[at]), y[at], f"forward {step}")
+        other = (at + 1) % len(layers)
+        assert_same_bits(ranks.backward(layers[other], dy[other]), gradients[other], f"backward {step}")
+    ranks.check()
