@@ -5,6 +5,7 @@
 #include "device/ptx/tma.cuh"
 #include "device/role/backward_schedule.cuh"
 #include "device/role/quantised_stages.cuh"
+#include "layout/scale_runs.h"
 
 namespace mega_moe::device {
 
@@ -147,10 +148,10 @@ class BackwardLoader {
         int column_rows[2];  // of `columns`: where they begin
         int column_bytes;    // of either
     };
-    // Runs of scale factors of the rows of a pool, of which each block of rows has so many.
+    // Scale factors of the tile's rows in a pool whose rows have so many.
     static __device__ __forceinline__ const std::byte* runs(const std::byte* scales, const BackwardTile& t,
                                                             int groups) {
-        return scales + std::int64_t{t.pool_row} / layout::kTileRows * groups * layout::kRowScaleBytes;
+        return scales + layout::scale_run(t.pool_row, 0, groups) * layout::kRowScaleBytes;
     }
     // x and [128 gate | 128 up] of w_gate_up.
     __device__ __forceinline__ Quantised gate_up_operands(const BackwardTile& t) const {

@@ -6,14 +6,14 @@
 #include "device/ptx/tma.cuh"
 #include "device/role/forward_schedule.cuh"
 #include "device/role/quantised_stages.cuh"
+#include "layout/scale_runs.h"
 
 namespace mega_moe::device {
 
 // Scale factors of a tile's rows of h and one k-block: one run.
 __device__ __forceinline__ const std::byte* h_scales_of(const ForwardParams& p, const TileRecord& t,
                                                         int k_block) {
-    return p.h_scales +
-           (std::int64_t{t.pool_row} / layout::kTileRows * t.k_blocks + k_block) * layout::kRowScaleBytes;
+    return p.h_scales + layout::scale_run(t.pool_row, k_block, t.k_blocks) * layout::kRowScaleBytes;
 }
 
 // Scale factors of the first and of the second 128 columns of a tile's weights, k-block by k-block.

@@ -6,7 +6,7 @@
 #include "device/ptx/warp.cuh"
 #include "device/role/layer_rows.cuh"
 #include "device/role/stage_quantise.cuh"
-#include "layout/layer_shared.h"
+#include "layout/scale_runs.h"
 
 // Rows that come in bf16 and are quantised when they arrive, beside being stored as they are: a product of
 // e4m3 reads the one, a sum over rows in bf16 the other.
@@ -29,10 +29,10 @@ __device__ __forceinline__ void quantise_arrived(const ArrivedCodes& to, const C
 #pragma unroll
         for (int i = 0; i < kQuad; i += 2)
             if (2 * (i + odd) < groups_left) ptx::store(codes + i * 256, quad.codes[i / 2]);
-        const std::int64_t run =
-            row / layout::kTileRows * (hidden / layout::kQuantGroup) + first + 2 * own + half;
         if (own >= 0 && 2 * own < groups_left)
-            ptx::store(to.scales + run * layout::kTileRows + row % layout::kTileRows, quad.scale);
+            ptx::store(
+                to.scales + layout::scale_at(row, first + 2 * own + half, hidden / layout::kQuantGroup),
+                quad.scale);
     }
 }
 

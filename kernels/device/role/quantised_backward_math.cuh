@@ -8,6 +8,7 @@
 #include "device/role/backward_gradient.cuh"
 #include "device/role/backward_schedule.cuh"
 #include "device/role/quantised_stages.cuh"
+#include "layout/scale_runs.h"
 
 namespace mega_moe::device {
 
@@ -174,9 +175,8 @@ class QuantisedBackwardMath {
     // Straight from fp32. Rows beyond the last have any codes, which only such rows of dx are made of.
     __device__ __forceinline__ void store_codes(float (&d)[64], int column, const BackwardTile& t, int row) {
         const float one[2] = {1.0f, 1.0f};
-        const std::int64_t run =
-            std::int64_t{t.pool_row} / layout::kTileRows * (2 * p.intermediate / layout::kQuantGroup) +
-            column / layout::kQuantGroup;
+        const std::int64_t run = layout::scale_run(t.pool_row, column / layout::kQuantGroup,
+                                                   2 * p.intermediate / layout::kQuantGroup);
         quantise_rows(d, one, &p.dz_code_store, shared.store_buffer(math_warp_),
                       shared.store_scales(math_warp_), column, row,
                       p.dz_scales + run * layout::kRowScaleBytes + warp_row() * 4, lane());

@@ -7,6 +7,7 @@
 #include "device/epilogue/swiglu.cuh"
 #include "device/role/forward_schedule.cuh"
 #include "device/role/quantised_stages.cuh"
+#include "layout/scale_runs.h"
 
 namespace mega_moe::device {
 
@@ -66,11 +67,10 @@ __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, con
         swiglu_tile<true, false>(d, weight, p.clamp);
     else
         swiglu_tile<false, false>(d, weight, p.clamp);
-    const std::int64_t group =
-        std::int64_t{t.pool_row} / layout::kTileRows * (p.intermediate / layout::kQuantGroup) +
-        t.column_block;
+    const std::int64_t run =
+        layout::scale_run(t.pool_row, t.column_block, p.intermediate / layout::kQuantGroup);
     quantise_rows(d, weight, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
-                  t.pool_row + warp_row, p.h_scales + group * layout::kRowScaleBytes + warp_row * 4, lane);
+                  t.pool_row + warp_row, p.h_scales + run * layout::kRowScaleBytes + warp_row * 4, lane);
     unpublished.counter += static_cast<std::int32_t>(p.gate_up_done);
 }
 

@@ -297,8 +297,8 @@ void test_backward_progress() {
         for (int& count : p.rows.counts)
             count = pick(0, 1, 63, 64, 65, 127, 128, 129, 300, 700);
         if (pick(0, 0, 0, 0, 1) == 1) p.rows.counts[0] = 2 * layout::kPartRows + 5;
-        const Settings s{pick(0, 1) == 1, pick(0, 1) == 1, pick(0, 1, 3, 6),
-                         pick(1, 2, 5),   pick(1, 2),      static_cast<unsigned>(made())};
+        const Settings s{pick(0, 1) == 1, pick(0, 1) == 1,  pick(0, 1, 3, 6),
+                         pick(1, 2, 5),   pick(1, 2, 3, 4), static_cast<unsigned>(made())};
         const std::string what = Rank(p, s).run();
         CHECK(what.empty(), "trial %d, %s, %d tiles of gradients, dx %d: %s", trial, p.name().c_str(),
               s.gradient_tiles, s.needs_dx, what.c_str());

@@ -1,9 +1,11 @@
 #include <cstdio>
 #include <initializer_list>
+#include <vector>
 
 #include "cpu/check.h"
 #include "layout/layer_shared.h"
 #include "layout/route_shared.h"
+#include "layout/scale_runs.h"
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 
@@ -124,6 +126,50 @@ void test_quantised() {
     }
 }
 
+// The backward in fp8 has its pools last: nothing moves that the forward, or one in bf16, knows of.
+void test_quantised_backward() {
+    for (const bool quantise : {false, true}) {
+        layout::WorkspaceShape w{256, 4, 8, 2, 1024, 1024, 768, true, false};
+        w.quantise = quantise;
+        const auto plain = layout::make_workspace(w);
+        w.quantise_backward = true;
+        const auto wide = layout::make_workspace(w);
+        for (int part = 0; part <= layout::kXScalePool; ++part)
+            CHECK(wide[part] == plain[part], "part %d lies at %lld", part,
+                  static_cast<long long>(wide[part]));
+        const std::int64_t rows = w.pools() * w.pool_rows;
+        const auto bytes = [&](layout::WorkspacePart part) { return wide.parts[part].bytes; };
+        CHECK(bytes(layout::kXCodePool) == rows * 1024 && bytes(layout::kDyCodePool) == rows * 1024,
+              "codes of x and dy");
+        CHECK(bytes(layout::kDzCodePool) == rows * 2 * 768, "codes of dz");
+        CHECK(bytes(layout::kXScalePool) == rows * 8 * 4 && bytes(layout::kDyScalePool) == rows * 8 * 4,
+              "scale factors of x and dy");
+        CHECK(bytes(layout::kDzScalePool) == rows * 12 * 4, "scale factors of dz");
+        w.backward = false;
+        CHECK(layout::make_workspace(w).parts[layout::kDzCodePool].bytes == 0, "codes without a backward");
+    }
+}
+
+// Each scale factor of a pool has a place of its own, and those of a tile's rows and one k-block are one run.
+void test_scale_runs() {
+    for (const int groups : {1, 2, 6, 16}) {
+        constexpr int kRows = 3 * layout::kTileRows;
+        std::vector<int> seen(static_cast<std::size_t>(kRows * groups));
+        for (int row = 0; row < kRows; ++row)
+            for (int group = 0; group < groups; ++group) {
+                const std::int64_t at = layout::scale_at(row, group, groups);
+                CHECK(at >= 0 && at < kRows * groups, "row %d, group %d of %d", row, group, groups);
+                ++seen[static_cast<std::size_t>(at)];
+                const int first = row / layout::kTileRows * layout::kTileRows;
+                CHECK(at == layout::scale_run(first, group, groups) * layout::kTileRows + row - first,
+                      "row %d is not in its run", row);
+            }
+        for (const int count : seen)
+            CHECK(count == 1, "%d scale factors at one place", count);
+    }
+    CHECK(layout::kRowScaleBytes == layout::kTileRows * 4, "a run");
+}
+
 // What copies go to starts where they may: boxes of a tensor on 128 bytes, with the swizzle on 1024, others
 // on 16.
 void test_shared() {
@@ -196,6 +242,8 @@ void test_layouts() {
         }
     }
     test_quantised();
+    test_quantised_backward();
+    test_scale_runs();
     test_shared();
     test_scale_buffers();
     test_chunks();

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends import faults, kernel_build, kernel_rank, plan, symmetric
-from mega_moe._backends.arithmetic import Experts, Payload
+from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
 from mega_moe._backends.control import Control, LocalControl
 from mega_moe._backends.decide import Verdict
 from mega_moe._backends.plain import PlainExecutor
@@ -59,6 +59,46 @@ class _OfCopies(ReferenceArithmetic):
         return torch.cat(blocks)
 
 
+class _BackwardOfCopies(ReferenceArithmetic):
+    """The fp8 backward on e4m3 copies of the weights: all of w_gate_up, and the transposed one of w_down."""
+
+    def __init__(
+        self, gate_up: Tensor, gate_up_t: Tensor, gate_up_sf: Tensor, down_t: Tensor, down_sf: Tensor
+    ):
+        super().__init__("fp8")
+        self._copies = (gate_up, gate_up_t, gate_up_sf, down_t, down_sf)
+        self._expert = -1
+
+    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+        """Expert by expert, so that `multiply` knows whose copies it reads."""
+        parts, start = [], 0
+        for expert, count in enumerate(experts.counts):
+            rows = slice(start, start := start + count)
+            self._backward = _Copied(*(copy[expert] for copy in self._copies))
+            one = Experts(experts.gate_up[expert][None], experts.down[expert][None], [count], experts.clamp)
+            parts.append(super().backward(x[rows], dy[rows], weight[rows], one, wanted))
+        return RowGrads(
+            *(None if own[0] is None else torch.cat([p for p in own if p is not None]) for own in zip(*parts))
+        )
+
+
+class _Copied:
+    """Products of one expert, known by their extents: I, 2 I and H differ."""
+
+    def __init__(
+        self, gate_up: Tensor, gate_up_t: Tensor, gate_up_sf: Tensor, down_t: Tensor, down_sf: Tensor
+    ):
+        pairs = ((gate_up, gate_up_sf), (gate_up_t, gate_up_sf.T), (down_t, down_sf.T))
+        self._by_extents = {tuple(codes.shape): (codes, scales) for codes, scales in pairs}
+        assert len(self._by_extents) == 3
+
+    def encode(self, value: Tensor, dtype: torch.dtype) -> Payload:
+        return quantize_rows(value)
+
+    def multiply(self, rows: Payload, weight: Tensor) -> Tensor:
+        return scaled_product((rows[0], rows[1]), self._by_extents[tuple(weight.shape)])
+
+
 class FakeKernels:
     """What `library.require()` gives. ``report`` makes the next launches leave a record, as a kernel would.
 
@@ -69,6 +109,7 @@ class FakeKernels:
         self.launches: list[Launch] = []
         self.needs: list[tuple[bool, ...]] = []  # of the backwards
         self.quantised: list[tuple[tuple[int, ...], bool, bool]] = []  # weight, codes, transposed
+        self.quantised_forwards: list[bool] = []  # of the backwards in fp8: whether their forward is too
         self.synchronized = 0
         self.capturing = False
         self._ordering = False
@@ -278,6 +319,72 @@ class FakeKernels:
             topk_weights.float(),
             w_gate_up,
             w_down,
+            None if clamp == float("inf") else clamp,
+            needs,  # type: ignore[arg-type]
+            torch.float32 if accumulate else next((t.dtype for t in results[2:] if t.dim() > 1), x.dtype),
+        )
+        for at, (result, value) in enumerate(zip(results, got, strict=True)):
+            if value is not None and needs[at]:
+                (result.add_ if accumulate and at >= 2 else result.copy_)(value)
+
+    def moe_backward_fp8(
+        self,
+        x: Tensor,
+        dy: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Tensor,
+        w_gate_up_t: Tensor,
+        gate_up_sf: Tensor,
+        w_down_t: Tensor,
+        down_sf: Tensor,
+        dx: Tensor,
+        dtopk: Tensor,
+        dw_gate_up: Tensor,
+        dw_down: Tensor,
+        summary: Tensor,
+        buffers: list[int],
+        workspace: int,
+        record: int,
+        max_tokens: int,
+        num_experts: int,
+        pool_rows: int,
+        canaries: bool,
+        quantise: bool,
+        rank: int,
+        num_sms: int,
+        arrival_ns: int,
+        progress_ns: int,
+        clamp: float,
+        accumulate: bool,
+        delay_seed: int,
+        trace: int,
+        trace_bytes: int,
+    ) -> None:
+        assert len(buffers) == 1
+        results = (dx, dtopk, dw_gate_up, dw_down)
+        needs = tuple(t.dim() > 1 for t in results)
+        copies = (w_gate_up, w_gate_up_t, gate_up_sf, w_down_t, down_sf)
+        for tensor in (x, dy, topk_idx, topk_weights, *copies, *results):
+            assert tensor.is_contiguous()
+        for codes in (w_gate_up, w_gate_up_t, w_down_t):
+            assert codes.dtype == torch.float8_e4m3fn
+        op = "backward into fp8" if accumulate else "backward fp8"
+        self._launched(Launch(op, len(x), self._ordering, clamp, num_sms, delay_seed), record)
+        self.quantised_forwards.append(quantise)
+        self.needs.append(needs)
+        summary.zero_()
+        hidden, inner = x.shape[1], w_down_t.shape[1]
+        request = Request(num_experts, max_tokens, topk_idx.shape[1], hidden, inner)
+        arithmetic = _BackwardOfCopies(*copies)
+        plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
+        got = plain.backward(
+            dy,
+            x,
+            topk_idx,
+            topk_weights.float(),
+            x.new_empty(num_experts, 2 * inner, hidden),
+            x.new_empty(num_experts, hidden, inner),
             None if clamp == float("inf") else clamp,
             needs,  # type: ignore[arg-type]
             torch.float32 if accumulate else next((t.dtype for t in results[2:] if t.dim() > 1), x.dtype),

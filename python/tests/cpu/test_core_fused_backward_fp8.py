@@ -1,0 +1,127 @@
+"""The fused backend with a backward kernel in fp8, which a fake stands in for: launches, copies, results."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import mega_moe
+from mega_moe import MoEBuffer
+from mega_moe._backends.kernel_backward import KernelBackward
+from mega_moe._backends.symmetric import Shape
+from mega_moe.nn import MegaMoE
+from mega_moe.testing import Problem, random_problem
+
+from ._fake_kernels import FakeKernels, fake_both
+from ._layer import make_buffer, results
+
+_ = fake_both  # a fixture
+
+EXPERTS, HIDDEN, INNER = 8, 512, 128
+GATE_UP, DOWN = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+OF_FORWARD = [(GATE_UP, True, False), (DOWN, True, False)]
+OF_BACKWARD = [(GATE_UP, True, True), (DOWN, False, True)]
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return random_problem(60, HIDDEN, INNER, EXPERTS, 3, masked=0.1)
+
+
+def ops(fake: FakeKernels) -> list[str]:
+    return [launch.op for launch in fake.launches]
+
+
+@pytest.mark.parametrize("clamp", [None, 0.5])
+def test_fp8_reads_copies_in_both_directions(
+    problem: Problem, fake_both: FakeKernels, clamp: float | None
+) -> None:
+    with make_buffer(problem, "fused", "fp8") as buffer:
+        got = results(problem, buffer, clamp)
+    assert ops(fake_both) == ["forward fp8", "backward fp8"]
+    assert fake_both.quantised == OF_FORWARD + OF_BACKWARD
+    assert fake_both.quantised_forwards == [True]
+    with make_buffer(problem, "reference", "fp8") as buffer:
+        want = results(problem, buffer, clamp)
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_fp8_bwd_reads_them_in_the_backward_alone(problem: Problem, fake_both: FakeKernels) -> None:
+    with make_buffer(problem, "fused", "fp8_bwd") as buffer:
+        assert buffer.reason == "fused"
+        got = results(problem, buffer)
+    assert ops(fake_both) == ["forward", "backward fp8"]
+    assert fake_both.quantised == OF_BACKWARD
+    assert fake_both.quantised_forwards == [False]
+    with make_buffer(problem, "reference", "fp8_bwd") as buffer:
+        want = results(problem, buffer)
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_copies_that_are_kept_are_made_once_for_both_directions(
+    problem: Problem, fake_both: FakeKernels
+) -> None:
+    with make_buffer(problem, "fused", "fp8") as buffer:
+        layer = MegaMoE(HIDDEN, INNER, EXPERTS, buffer=buffer, dtype=torch.bfloat16)
+        with buffer.reuse_weight_copies():
+            for _ in range(2):
+                layer(problem.x, problem.topk_idx, problem.topk_weights).backward(problem.dy)
+    assert ops(fake_both) == ["forward fp8", "backward fp8"] * 2
+    assert fake_both.quantised == [(GATE_UP, True, True), (DOWN, True, True)]
+
+
+def test_gradients_are_added_by_the_kernel(problem: Problem, fake_both: FakeKernels) -> None:
+    into = tuple(torch.ones_like(w, dtype=torch.float32) for w in (problem.w_gate_up, problem.w_down))
+    with make_buffer(problem, "fused", "fp8") as buffer:
+        want = results(problem, buffer)
+        leaves = problem.requires_grad()
+        mega_moe.moe(*leaves.inputs, buffer=buffer, grad_buffers=into).backward(leaves.dy)  # type: ignore[arg-type]
+    assert ops(fake_both)[-1] == "backward into fp8"
+    for got, gradient in zip(into, (want.dw_gate_up, want.dw_down)):
+        assert float((got.double() - 1 - gradient.double()).norm() / gradient.double().norm()) < 6e-3
+
+
+def test_gate_and_up_are_not_kept_for_a_backward_in_fp8(problem: Problem, fake_both: FakeKernels) -> None:
+    for precision in ("fp8", "fp8_bwd"):
+        with make_buffer(problem, "fused", precision, save_gate_up=1.0) as buffer:
+            assert buffer.saved_nbytes(60) == 0
+            results(problem, buffer)
+    assert all(launch.saved_rows == 0 for launch in fake_both.launches)
+
+
+def test_the_kernel_takes_copies_or_what_was_saved(problem: Problem, fake_both: FakeKernels) -> None:
+    with make_buffer(problem, "fused", "fp8") as buffer:
+        kernels = buffer._executor._kernels  # type: ignore[attr-defined]
+        copies = buffer._executor.weight_copies  # type: ignore[attr-defined]
+        pair = tuple(copies.of(w, codes=True, transposed=True) for w in (problem.w_gate_up, problem.w_down))
+        with pytest.raises(TypeError, match="saved_gate_up: got a tensor, want None"):
+            KernelBackward(kernels).backward(
+                problem.dy, *problem.inputs, copies=pair, saved_gate_up=torch.zeros(128, 2 * INNER)
+            )
+    assert ops(fake_both) == []
+
+
+def test_memory_says_which_backward_it_was_made_for() -> None:
+    plain = Shape(16, 2, 8, 512, 1, intermediate=128)
+    forms = [
+        plain,
+        dataclasses.replace(plain, backward=True),
+        dataclasses.replace(plain, backward=True, quantise_backward=True),
+    ]
+    assert [shape.backward_form for shape in forms] == [0, 1, 2]
+    assert dataclasses.replace(plain, quantise_backward=True).backward_form == 0
+
+
+def test_a_buffer_without_a_backward_has_no_codes(problem: Problem, fake_both: FakeKernels) -> None:
+    with make_buffer(problem, "fused", "fp8") as buffer:
+        assert isinstance(buffer, MoEBuffer)
+        shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
+        assert shape.quantise and shape.backward and shape.quantise_backward  # noqa: PT018
+    with make_buffer(problem, "fused", "bf16") as buffer:
+        shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
+        assert not shape.quantise
+        assert not shape.quantise_backward
