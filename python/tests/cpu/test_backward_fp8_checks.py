@@ -1,0 +1,140 @@
+"""What judges the backward in fp8 on a GPU: it takes the emulation and small errors, and refuses each planted fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_moe._backends.kernel_backward import Gradients
+
+# What is tested here lies beside the GPU tests that use it.
+from ..gpu import _backward_fp8, _forward  # noqa: TID252
+from ..gpu._backward import random_dy  # noqa: TID252
+from ..gpu._virtual import random_ids  # noqa: TID252
+
+CPU = torch.device("cpu")
+EXPERTS, RANKS = 6, 2
+
+
+@pytest.fixture(scope="module")
+def layer() -> _forward.Layer:
+    ids = random_ids("masked", [300, 250], 3, EXPERTS, CPU)
+    return _forward.random_layer(ids, _forward.random_experts(CPU, EXPERTS, 512, 256), weights="signed")
+
+
+@pytest.fixture(scope="module")
+def dy(layer: _forward.Layer) -> list[Tensor]:
+    return random_dy(layer)
+
+
+@pytest.fixture(scope="module")
+def judge(layer: _forward.Layer, dy: list[Tensor]) -> _backward_fp8.Judge:
+    return _backward_fp8.Judge(layer, dy)
+
+
+def emulated(layer: _forward.Layer, dy: list[Tensor]) -> list[Gradients]:
+    """As the ranks' kernels would give it."""
+    got, own = _backward_fp8.emulated_gradients(layer, dy), EXPERTS // RANKS
+    return [
+        Gradients(
+            got.dx[rank].clone(),
+            got.dtopk[rank].clone(),
+            got.dw_gate_up[rank * own : (rank + 1) * own].bfloat16(),
+            got.dw_down[rank * own : (rank + 1) * own].bfloat16(),
+        )
+        for rank in range(RANKS)
+    ]
+
+
+def test_the_emulation_passes(layer: _forward.Layer, dy: list[Tensor], judge: _backward_fp8.Judge) -> None:
+    got = emulated(layer, dy)
+    judge.assert_right(got)
+    judge.assert_right([own._replace(dx=None, dw_down=None) for own in got])
+
+
+def test_an_error_of_half_the_tolerance_passes(
+    layer: _forward.Layer, dy: list[Tensor], judge: _backward_fp8.Judge
+) -> None:
+    made = torch.Generator().manual_seed(1)
+
+    def noisy(value: Tensor | None) -> Tensor:
+        assert value is not None
+        return (value.float() * (1 + 3e-3 * torch.randn(value.shape, generator=made))).to(value.dtype)
+
+    judge.assert_right([Gradients(*map(noisy, own)) for own in emulated(layer, dy)])
+
+
+def part(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
+
+
+def other_weights(layer: _forward.Layer, dy: list[Tensor], got: list[Gradients]) -> None:
+    """Of a third of the experts, scales of w_down that are a little off."""
+    down = layer.down.clone()
+    down[:2] *= 1 + 2.0**-6
+    got[:] = emulated(replace(layer, down=down), dy)
+
+
+def swapped_halves(layer: _forward.Layer, dy: list[Tensor], got: list[Gradients]) -> None:
+    """Gate and up change places in the gradient of their weight."""
+    gate, up = part(got[0].dw_gate_up).chunk(2, 1)
+    got[0] = got[0]._replace(dw_gate_up=torch.cat((up, gate), 1))
+
+
+def unweighted(layer: _forward.Layer, dy: list[Tensor], got: list[Gradients]) -> None:
+    got[:] = emulated(replace(layer, weights=[own.abs() for own in layer.weights]), dy)
+
+
+def one_token(layer: _forward.Layer, dy: list[Tensor], got: list[Gradients]) -> None:
+    part(got[1].dx)[40] *= 1.2
+
+
+def one_slot(layer: _forward.Layer, dy: list[Tensor], got: list[Gradients]) -> None:
+    part(got[0].dtopk)[:, 1] *= 1.05
+
+
+def a_lost_row(layer: _forward.Layer, dy: list[Tensor], got: list[Gradients]) -> None:
+    """One row of one expert is missing in its dW."""
+    at = int((layer.ids[0] >= 0).any(1).nonzero()[0])
+    ids = [own.clone() for own in layer.ids]
+    ids[0][at] = -1
+    other = emulated(replace(layer, ids=ids), dy)
+    got[:] = [a._replace(dw_gate_up=b.dw_gate_up, dw_down=b.dw_down) for a, b in zip(got, other)]
+
+
+def a_masked_slot(layer: _forward.Layer, dy: list[Tensor], got: list[Gradients]) -> None:
+    part(got[0].dtopk)[(layer.ids[0] < 0)] = 1e-3
+
+
+def a_nan(layer: _forward.Layer, dy: list[Tensor], got: list[Gradients]) -> None:
+    part(got[1].dw_down)[2, 3, 4] = torch.nan
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        other_weights,
+        swapped_halves,
+        unweighted,
+        one_token,
+        one_slot,
+        a_lost_row,
+        a_masked_slot,
+        a_nan,
+    ],
+)
+def test_a_fault_is_refused(
+    layer: _forward.Layer,
+    dy: list[Tensor],
+    judge: _backward_fp8.Judge,
+    fault: Callable[[_forward.Layer, list[Tensor], list[Gradients]], None],
+) -> None:
+    got = emulated(layer, dy)
+    fault(layer, dy, got)
+    with pytest.raises(AssertionError, match="rank"):
+        judge.assert_right(got)
