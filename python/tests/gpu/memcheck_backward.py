@@ -1,15 +1,16 @@
 """Small cases of the fused backward for a memory checker: every branch of it, few bytes, results compared.
 
-    PYTHONPATH=python/tests compute-sanitizer --error-exitcode 1 python3 -m gpu.memcheck_backward [RANKS]
+    PYTHONPATH=python/tests compute-sanitizer --error-exitcode 1 python3 -m gpu.memcheck_backward [RANKS [PRECISION]]
 
-RANKS (default 1) ranks share the GPU. A checker that runs kernels one after another can only serve one rank: the
-launch of the first would wait for one that is held back, and end with a time-out that says so.
+RANKS (default 1) ranks share the GPU; PRECISION (default bf16) may be fp8_bwd. A checker that runs kernels one after
+another can only serve one rank: the launch of the first would wait for one that is held back, and end with a time-out
+that says so.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from mega_moe._backends.kernel_backward import Gradients
 
-from ._backward import ExactGradients, assert_right, exact_gradients, random_dy
+from ._backward import assert_right, exact_gradients, random_dy
+from ._backward_fp8 import Judge
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward_ranks import shape_of, smallest_pool
@@ -40,36 +42,47 @@ def on_cpu(gradients: Sequence[Gradients]) -> list[Gradients]:
     return [Gradients(*(None if part is None else part.cpu() for part in own)) for own in gradients]
 
 
+def judge_of(layer: Layer, dy: Sequence[Tensor], precision: str) -> Callable[[Sequence[Gradients]], None]:
+    """What raises AssertionError for gradients that are wrong."""
+    if precision != "bf16":
+        return Judge(layer, dy).assert_right
+    want = exact_gradients(layer, dy)
+    return lambda got: assert_right(layer, dy, got, want)
+
+
 def compare(
     ranks: BackwardRanks,
     there: Layer,
     dy: Sequence[Tensor],
-    layer: Layer,
-    want: ExactGradients | None,
+    judge: Callable[[Sequence[Gradients]], None],
     **options: Any,
 ) -> None:
     got = ranks.backward(there, [own.to(ranks.device, copy=True) for own in dy], **options)
-    assert_right(layer, dy, on_cpu(got), want)
+    judge(on_cpu(got))
     ranks.check()
 
 
 def add_twice(
-    ranks: BackwardRanks, there: Layer, dy: Sequence[Tensor], layer: Layer, dtype: torch.dtype
+    ranks: BackwardRanks,
+    there: Layer,
+    dy: Sequence[Tensor],
+    judge: Callable[[Sequence[Gradients]], None],
+    dtype: torch.dtype,
 ) -> None:
     """Into buffers of 0, and then of what that left."""
     into = [
         tuple(torch.zeros_like(weight, dtype=dtype) for weight in there.experts(rank))
-        for rank in range(layer.num_ranks)
+        for rank in range(there.num_ranks)
     ]
     dy_there = [own.to(ranks.device, copy=True) for own in dy]
     for _ in range(2):
         ranks.backward(there, dy_there, into=into, dw_dtype=dtype)
     ranks.check()
     halves = [Gradients(None, None, *((own / 2).cpu() for own in pair)) for pair in into]
-    assert_right(layer, dy, halves)
+    judge(halves)
 
 
-def main(num_ranks: int, device: torch.device) -> None:
+def main(num_ranks: int, device: torch.device, precision: str = "bf16") -> None:
     cpu = torch.device("cpu")
     calls = 0
     for case in CASES:
@@ -81,19 +94,21 @@ def main(num_ranks: int, device: torch.device) -> None:
         ]
         layers[1] = replace(layers[1], clamp=20.0)
         dys = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
-        wanted = [exact_gradients(layer, dy) for layer, dy in zip(layers, dys)]
+        judges = [judge_of(layer, dy, precision) for layer, dy in zip(layers, dys)]
         for pool in (0, smallest_pool(shape_of(layers[0]))):
-            ranks = new_backward_ranks(device, layers[0], pool_rows=pool, num_sms=4, limit=120.0)
-            for seed, (layer, dy, want) in enumerate(zip(layers, dys, wanted)):
+            form = {} if precision == "bf16" else {"precision": precision}
+            ranks = new_backward_ranks(device, layers[0], pool_rows=pool, num_sms=4, limit=120.0, **form)
+            for seed, (layer, dy, judge) in enumerate(zip(layers, dys, judges)):
                 there = on_device(layer, device)
-                compare(ranks, there, dy, layer, want, **ASKED[seed % len(ASKED)])
+                compare(ranks, there, dy, judge, **ASKED[seed % len(ASKED)])
                 ranks.poison(HUGE if seed % 2 else NAN)
-                compare(ranks, there, dy, layer, want, delay_seed=seed + 1, **ASKED[(seed + 1) % len(ASKED)])
+                compare(ranks, there, dy, judge, delay_seed=seed + 1, **ASKED[(seed + 1) % len(ASKED)])
                 few = [count // 2 if rank else 0 for rank, count in enumerate(tokens)]
                 few_dy = [own[:count] for own, count in zip(dy, few)]
-                compare(ranks, there.first(few), few_dy, layer.first(few), None)
+                part = layer.first(few)
+                compare(ranks, there.first(few), few_dy, judge_of(part, few_dy, precision))
                 calls += 3
-            add_twice(ranks, on_device(layers[0], device), dys[0], layers[0], FP32 if pool else BF16)
+            add_twice(ranks, on_device(layers[0], device), dys[0], judges[0], FP32 if pool else BF16)
             there.ids[0][0, 0] = case.experts
             got = ranks.backward(there, [own.to(device, copy=True) for own in dys[-1]])[0]
             assert all(part is not None and bool(part.isnan().all()) for part in got)
@@ -104,8 +119,9 @@ def main(num_ranks: int, device: torch.device) -> None:
             else:
                 raise AssertionError("a bad id was not reported")
             ranks.check()
-    print(f"memcheck_backward: {calls} calls with {num_ranks} rank(s), all results right")
+    print(f"memcheck_backward: {calls} calls in {precision} with {num_ranks} rank(s), all results right")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1, torch.device("cuda", torch.cuda.current_device()))
+    given = sys.argv[1:] + ["1", "bf16"][len(sys.argv) - 1 :]
+    main(int(given[0]), torch.device("cuda", torch.cuda.current_device()), given[1])
