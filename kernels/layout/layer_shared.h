@@ -27,10 +27,10 @@ struct LayerShared {
     int mailbox;  // uint32 [kMailbox]
     int barriers;
     int num_barriers;
-    int epoch;  // uint64
+    int epoch;    // uint64
     int state;    // two words
     int written;  // uint32 [kMathWarps]
-    int total;  // to ask for, whatever the start of the CTA's shared memory is
+    int total;    // to ask for, whatever the start of the CTA's shared memory is
 };
 
 // The stages come first; the routing phase uses everything below `ring` before they are filled.

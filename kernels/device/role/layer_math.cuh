@@ -36,11 +36,13 @@ struct Unpublished {
     // come here without waiting for anything that this warp does after it.
     __device__ __forceinline__ void publish(int lane) {
         if (!pending()) return;
+        __syncwarp();
         ++tiles;
         if (lane == 0) {
             ptx::bulk_wait<0>();
             ptx::store_release_shared(written + warp * 4, tiles);
         }
+        __syncwarp();
         if (tiles % kGroupWarps == warp) {
             if (lane < kGroupWarps)
                 while (ptx::load_acquire_shared(written + lane * 4) < tiles) {
@@ -56,9 +58,10 @@ struct Unpublished {
         counter = nullptr;
         second = nullptr;
     }
-    // Before a wait that may depend on it, if only by way of other CTAs.
+    // Before a wait that may depend on it, if only by way of other CTAs. All lanes decide alike, though they
+    // may look at different times.
     __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity, int lane) {
-        if (pending() && !ptx::mbarrier_test(barrier, parity)) publish(lane);
+        if (pending() && ptx::any(!ptx::mbarrier_test(barrier, parity))) publish(lane);
         ptx::mbarrier_wait(barrier, parity);
     }
     __device__ __forceinline__ bool pending() const { return counter != nullptr || second != nullptr; }

@@ -31,9 +31,9 @@ struct RowSum {
     bool poison;
 };
 
-// out = row 0 + row 1 + ... in fp32, in this order, rounded once; zeros for no rows. Steps of 256 columns from
-// byte `at` on, as long as there are `Steps` of them: then every load has its register, where a load under a
-// predicate went to local memory. A lane has Rows x Steps loads in flight, each of 16 bytes.
+// out = row 0 + row 1 + ... in fp32, in this order, rounded once; zeros for no rows. Steps of 256 columns
+// from byte `at` on, as long as there are `Steps` of them: then every load has its register, where a load
+// under a predicate went to local memory. A lane has Rows x Steps loads in flight, each of 16 bytes.
 template <int Rows, int Steps>
 __device__ __forceinline__ void sum_steps(const RowSum& s, int row_bytes, int& at) {
     constexpr int kStepBytes = 32 * 16;
@@ -46,7 +46,8 @@ __device__ __forceinline__ void sum_steps(const RowSum& s, int row_bytes, int& a
 #pragma unroll
             for (int i = 0; i < Rows; ++i) {
                 const std::byte* from =
-                    s.rows + __shfl_sync(ptx::kAllLanes, s.row, first + i) * std::int64_t{row_bytes} + lane_at;
+                    s.rows + __shfl_sync(ptx::kAllLanes, s.row, first + i) * std::int64_t{row_bytes} +
+                    lane_at;
                 if (Rows > 1 && first + i >= s.count) continue;
 #pragma unroll
                 for (int step = 0; step < Steps; ++step)
