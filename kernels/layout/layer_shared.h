@@ -27,10 +27,9 @@ struct LayerShared {
     int mailbox;  // uint32 [kMailbox]
     int barriers;
     int num_barriers;
-    int epoch;    // uint64
-    int state;    // two words
-    int written;  // uint32 [kMathWarps]
-    int total;    // to ask for, whatever the start of the CTA's shared memory is
+    int epoch;  // uint64
+    int state;  // two words
+    int total;  // to ask for, whatever the start of the CTA's shared memory is
 };
 
 // The stages come first; the routing phase uses everything below `ring` before they are filled.
@@ -45,8 +44,7 @@ MEGA_MOE_LAW LayerShared make_layer_shared(int stages) {
     s.num_barriers = 2 * stages + 2 * kTileRing + kMailbox + kPullBuffers;
     s.epoch = s.barriers + 8 * s.num_barriers;
     s.state = s.epoch + 8;
-    s.written = s.state + 8;
-    s.total = 1024 + s.written + kMathWarps * 4 + 8;
+    s.total = 1024 + s.state + 16;
     return s;
 }
 
