@@ -41,7 +41,7 @@ class Options:
     """One kernel of one layer: `tokens` of each of `num_ranks` ranks, which this process plays on one GPU.
 
     ``dw_dtype`` and ``parts`` are the backward's. ``saved``: as `MoEBuffer(save_gate_up=)`, the forward writes gate and
-    up, and the backward reads them.
+    up, and the backward reads them. ``hot``: expert 0 has so many times its even share of the rows.
     """
 
     shape: Shape
@@ -51,6 +51,7 @@ class Options:
     dw_dtype: torch.dtype = torch.bfloat16
     parts: str = "all"
     saved: float = 0.0
+    hot: float | None = None
 
     def request(self) -> Request:
         return Request(
@@ -90,7 +91,7 @@ class _Inputs:
     @classmethod
     def of(cls, options: Options, device: torch.device, rank: int) -> _Inputs:
         context = Context(device, None, rank, options.num_ranks)
-        problem = random_problem(options.shape, options.tokens, torch.bfloat16, context)
+        problem = random_problem(options.shape, options.tokens, torch.bfloat16, context, hot=options.hot)
         first = problem.sets[0]
         given = (
             first.x,
