@@ -66,7 +66,7 @@ def test_what_is_kept_and_how_uneven_experts_are_reach_the_options() -> None:
     assert [(o.direction, o.saved, o.hot) for o, _ in made] == [
         (direction, saved, 4.0) for saved in (0.0, 1.5) for direction in ("forward", "backward")
     ]
-    with pytest.raises(ValueError, match="save_gate_up: got -1.0, want a number >= 0"):
+    with pytest.raises(ValueError, match=r"save_gate_up: got -1.0, want a number >= 0"):
         cases("--saved", "-1")
 
 
