@@ -2,8 +2,8 @@
 #include "layout/host_device.h"
 #include "layout/pools.h"
 
-// Shared memory of a CTA of the fused forward, as byte offsets from a multiple of 1024, from which the
-// 128-byte swizzle counts.
+// Shared memory of a CTA of a fused kernel of the layer, as byte offsets from a multiple of 1024, from which
+// the 128-byte swizzle counts.
 namespace mega_moe::layout {
 
 inline constexpr int kTileRows = 2 * kRowBlock;       // of a CTA's tile, half of them for each math warpgroup

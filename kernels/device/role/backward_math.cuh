@@ -166,7 +166,7 @@ class BackwardMath {
         tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row_));
         store_gradient(p, t, d, warp_row_, buffer_, lane());
         __syncwarp();
-        // The turn is counted at once: the next part of the tile may be waiting for it.
+        // The next part of the tile may be waiting for the turn, but another tile is taken meanwhile.
         publish_later((t.flags & kCountTurn) != 0 ? p.counters + p.turns + t.turn : nullptr);
         unpublished_.second =
             (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr;

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -52,7 +55,8 @@ class FusedExecutor:
         clamp: float | None,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        saved = torch.empty(rows, w_gate_up.shape[1], dtype=torch.bfloat16, device=x.device)
+        with self._telling_of_no_memory():
+            saved = torch.empty(rows, w_gate_up.shape[1], dtype=torch.bfloat16, device=x.device)
         return self._forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp, saved), saved
 
     def _forward(
@@ -71,9 +75,16 @@ class FusedExecutor:
             error = ValueError(f"x: got {x.shape[0]} tokens, the buffer was built for {most} per rank")
             self.refuse(error, x.shape[0])
             raise error
-        x, topk_idx, topk_weights = _dense(x), _dense(topk_idx), _dense(topk_weights)
-        weights = _dense(w_gate_up), _dense(w_down)
-        y, _ = self._kernel.forward(x, topk_idx, topk_weights, *weights, clamp, saved_gate_up=saved_gate_up)
+        with self._telling_of_no_memory():
+            y, _ = self._kernel.forward(
+                _dense(x),
+                _dense(topk_idx),
+                _dense(topk_weights),
+                _dense(w_gate_up),
+                _dense(w_down),
+                clamp,
+                saved_gate_up=saved_gate_up,
+            )
         return y
 
     def backward(
@@ -137,24 +148,34 @@ class FusedExecutor:
         saved_gate_up: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         assert self._kernel_backward is not None
-        got, _ = self._kernel_backward.backward(
-            _dense(dy),
-            _dense(x),
-            _dense(topk_idx),
-            _dense(topk_weights),
-            _dense(w_gate_up),
-            _dense(w_down),
-            clamp,
-            needs=needs,
-            dw_dtype=dw_dtype,
-            into=into,
-            saved_gate_up=saved_gate_up,
-        )
+        with self._telling_of_no_memory():
+            got, _ = self._kernel_backward.backward(
+                _dense(dy),
+                _dense(x),
+                _dense(topk_idx),
+                _dense(topk_weights),
+                _dense(w_gate_up),
+                _dense(w_down),
+                clamp,
+                needs=needs,
+                dw_dtype=dw_dtype,
+                into=into,
+                saved_gate_up=saved_gate_up,
+            )
         dtopk = None if got.dtopk is None else got.dtopk.to(topk_weights.dtype)
         return got.dx, dtopk, got.dw_gate_up, got.dw_down
 
     def refuse(self, error: Exception, num_tokens: int) -> None:
         self._kernels.refuse(num_tokens)
+
+    @contextlib.contextmanager
+    def _telling_of_no_memory(self) -> Iterator[None]:
+        """Around what is allocated for a call, all of it before the launch: the other ranks wait for this one."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._kernels.refuse(0)
+            raise
 
     def _raise_faults(self) -> None:
         """What this call's forward reported, before the ranks meet: some of them may not come to its backward."""

@@ -129,6 +129,11 @@ class KernelRanks:
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         # Clusters are pairs; a trace has a place for every CTA.
         self.num_sms = (everything - num_reserved_sms) // count // 2 * 2
+        if num_reserved_sms < 0 or self.num_sms < 2:
+            # The kernels take 0 for all SMs.
+            raise ValueError(
+                f"reserved: got {num_reserved_sms} of {everything} SMs with {count} ranks, wanted 2 SMs a rank or more"
+            )
         parts = of_virtual_ranks(symmetric_layout(layout).total, device, count)
         self.kernels = [
             KernelRank(
