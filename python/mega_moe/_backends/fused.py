@@ -14,6 +14,9 @@ from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._base.errors import MegaMoEError, PeerError
 
+# x, topk_idx, topk_weights, w_gate_up, w_down.
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
 _ALIGNMENT = 16  # bytes; what the kernel's bulk copies start on
 
 
@@ -43,7 +46,7 @@ class FusedExecutor:
         w_down: Tensor,
         clamp: float | None,
     ) -> Tensor:
-        return self._forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp, None)
+        return self._forward((x, topk_idx, topk_weights, w_gate_up, w_down), clamp, None)
 
     def forward_saving(
         self,
@@ -57,34 +60,17 @@ class FusedExecutor:
     ) -> tuple[Tensor, Tensor]:
         with self._telling_of_no_memory():
             saved = torch.empty(rows, w_gate_up.shape[1], dtype=torch.bfloat16, device=x.device)
-        return self._forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp, saved), saved
+        return self._forward((x, topk_idx, topk_weights, w_gate_up, w_down), clamp, saved), saved
 
-    def _forward(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        saved_gate_up: Tensor | None,
-    ) -> Tensor:
-        most = self._kernels.shape.max_tokens
-        if x.shape[0] > most:
+    def _forward(self, inputs: _Inputs, clamp: float | None, saved_gate_up: Tensor | None) -> Tensor:
+        tokens, most = inputs[0].shape[0], self._kernels.shape.max_tokens
+        if tokens > most:
             # Seen here by compiled calls alone, whose T is not known before.
-            error = ValueError(f"x: got {x.shape[0]} tokens, the buffer was built for {most} per rank")
-            self.refuse(error, x.shape[0])
+            error = ValueError(f"x: got {tokens} tokens, the buffer was built for {most} per rank")
+            self.refuse(error, tokens)
             raise error
         with self._telling_of_no_memory():
-            y, _ = self._kernel.forward(
-                _dense(x),
-                _dense(topk_idx),
-                _dense(topk_weights),
-                _dense(w_gate_up),
-                _dense(w_down),
-                clamp,
-                saved_gate_up=saved_gate_up,
-            )
+            y, _ = self._kernel.forward(*_dense_inputs(inputs), clamp, saved_gate_up=saved_gate_up)
         return y
 
     def backward(
@@ -101,8 +87,8 @@ class FusedExecutor:
         saved_gate_up: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         if self._kernel_backward is not None:
-            inputs = (dy, x, topk_idx, topk_weights, w_gate_up, w_down)
-            return self._fused_backward(*inputs, clamp, needs, dw_dtype, None, saved_gate_up)
+            inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
+            return self._fused_backward(dy, inputs, clamp, needs, dw_dtype, None, saved_gate_up)
         if torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 "the backward of this version's fused backend sizes its exchange on the host and cannot be captured "
@@ -130,17 +116,13 @@ class FusedExecutor:
         wanted = [buffer for buffer, needed in zip(into, needs[2:]) if needed]
         if self._kernel_backward is None or not _can_add(wanted):
             return None
-        inputs = (dy, x, topk_idx, topk_weights, w_gate_up, w_down)
-        return self._fused_backward(*inputs, clamp, needs, torch.float32, into, saved_gate_up)[:2]
+        inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
+        return self._fused_backward(dy, inputs, clamp, needs, torch.float32, into, saved_gate_up)[:2]
 
     def _fused_backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
+        inputs: _Inputs,
         clamp: float | None,
         needs: tuple[bool, bool, bool, bool],
         dw_dtype: torch.dtype,
@@ -151,18 +133,14 @@ class FusedExecutor:
         with self._telling_of_no_memory():
             got, _ = self._kernel_backward.backward(
                 _dense(dy),
-                _dense(x),
-                _dense(topk_idx),
-                _dense(topk_weights),
-                _dense(w_gate_up),
-                _dense(w_down),
+                *_dense_inputs(inputs),
                 clamp,
                 needs=needs,
                 dw_dtype=dw_dtype,
                 into=into,
                 saved_gate_up=saved_gate_up,
             )
-        dtopk = None if got.dtopk is None else got.dtopk.to(topk_weights.dtype)
+        dtopk = None if got.dtopk is None else got.dtopk.to(inputs[2].dtype)
         return got.dx, dtopk, got.dw_gate_up, got.dw_down
 
     def refuse(self, error: Exception, num_tokens: int) -> None:
@@ -204,3 +182,8 @@ def _can_add(buffers: list[Tensor]) -> bool:
 def _dense(value: Tensor) -> Tensor:
     value = value.contiguous()
     return value.clone() if value.data_ptr() % _ALIGNMENT else value
+
+
+def _dense_inputs(inputs: _Inputs) -> _Inputs:
+    x, topk_idx, topk_weights, w_gate_up, w_down = map(_dense, inputs)
+    return x, topk_idx, topk_weights, w_gate_up, w_down
