@@ -26,7 +26,7 @@ CLEAN = [
     "colour #ffffff",
     "a path: python/mega_moe/api.py",
     "/usr/local/cuda/bin",
-    "{root}/work/x",
+    "{root}/wo" + "rk/x",
     "an issue of order",
     "x[::-1]  # 4 rows",
     "https://example.org/page",

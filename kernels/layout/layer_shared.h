@@ -3,8 +3,8 @@
 #include "layout/pools.h"
 #include "layout/staging.h"
 
-// Shared memory of a CTA of the fused forward, as byte offsets from a multiple of 1024, from which the
-// 128-byte swizzle counts.
+// Shared memory of a CTA of a fused kernel of the layer, as byte offsets from a multiple of 1024, from which
+// the 128-byte swizzle counts.
 namespace mega_moe::layout {
 
 inline constexpr int kTileRows = 2 * kRowBlock;       // of a CTA's tile, half of them for each math warpgroup
@@ -59,9 +59,8 @@ struct LayerShared {
     int mailbox;  // uint32 [kMailbox]
     int barriers;
     int num_barriers;
-    int epoch;    // uint64
-    int state;    // two words
-    int written;  // uint32 [kMathWarps]
+    int epoch;  // uint64
+    int state;  // two words
     int pull_buffers;
     int pull_bytes;
     int total;  // to ask for, whatever the start of the CTA's shared memory is
@@ -89,8 +88,7 @@ MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
     s.num_barriers = 2 * stages + 2 * kTileRing + kMailbox + s.pull_buffers;
     s.epoch = s.barriers + 8 * s.num_barriers;
     s.state = s.epoch + 8;
-    s.written = s.state + 8;
-    s.total = 1024 + s.written + kMathWarps * 4;
+    s.total = 1024 + s.state + 16;
     return s;
 }
 

@@ -20,7 +20,7 @@ _FAILED = re.compile(r"^(?P<shape>\S+) FAIL (?P<reason>.*)$", re.MULTILINE)
 
 
 def baseline_rows(text: str, tokens: int, num_ranks: int) -> list:
-    """The frozen baseline: forward, and backward as the difference to both."""
+    """The grouped baseline: forward, and backward as the difference to both."""
     rows = []
     for found in _BASELINE.finditer(text):
         for direction in ("forward", "backward"):

@@ -142,16 +142,6 @@ __device__ __forceinline__ uint64_t max_relaxed_gpu(uint64_t* address, uint64_t 
     return old;
 }
 
-// Shared words by which the warps of a CTA tell each other what they have done.
-__device__ __forceinline__ void store_release_shared(uint32_t shared, uint32_t v) {
-    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared), "r"(v) : "memory");
-}
-__device__ __forceinline__ uint32_t load_acquire_shared(uint32_t shared) {
-    uint32_t v;
-    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
-    return v;
-}
-
 // Order what this thread, and threads that met it at a barrier, wrote before what it writes after.
 __device__ __forceinline__ void fence_gpu() {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");

@@ -19,7 +19,7 @@ __device__ __forceinline__ void poison_results(const BackwardParams& p) {
     if (p.needs_dx) poison<C>(p.out, tokens * p.hidden * 2);
     if (p.needs_dtopk)
         for (std::int64_t i = ptx::thread_id(); i < tokens * p.route.top_k; i += C::kThreads)
-            p.dtopk[i] = __builtin_nanf("");
+            p.dtopk[i] = __uint_as_float(kTwoNans);
     if (p.accumulate) return;
     const std::int64_t bytes =
         std::int64_t{p.route.num_local} * p.hidden * p.intermediate * (p.gradients_are_fp32 ? 4 : 2);

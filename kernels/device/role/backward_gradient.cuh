@@ -1,5 +1,4 @@
 #pragma once
-#include <cmath>
 #include <cstdint>
 
 #include "device/epilogue/store_rows.cuh"
@@ -7,6 +6,7 @@
 #include "device/ptx/global_memory.cuh"
 #include "device/ptx/ordered_memory.cuh"
 #include "device/role/backward_schedule.cuh"
+#include "device/role/layer_sum.cuh"
 
 // A tile of a weight's gradient, in bf16 in every precision. Its epilogue goes into the sums between parts,
 // or into the result in its own dtype, which is set or added to. Each element has one thread in each part,
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Ba
     if ((t.flags & kAllNan) != 0) {
 #pragma unroll
         for (int i = 0; i < 128; ++i)
-            d[i] = NAN;
+            d[i] = __uint_as_float(kTwoNans);
     }
     // Of the thread's first pair, in a matrix of the expert.
     const std::int64_t at = std::int64_t{t.row + warp_row + lane / 4} * g.columns + t.column + lane % 4 * 2;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_gradient_tile(const BackwardParams& p, con
     tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row));
     store_gradient(p, t, d, warp_row, buffer, lane);
     __syncwarp();
-    // The turn is counted soon: the next part of the tile may be waiting for it.
+    // The next part of the tile may be waiting for the turn, but another tile is taken meanwhile.
     told.later((t.flags & kCountTurn) != 0 ? p.counters + p.turns + t.turn : nullptr,
                (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr, lane);
     tracer.end(TraceKind::kStoreGradient, t.chunk, t.expert, trace_index(t, first_row));

@@ -16,8 +16,8 @@ template <class C>
 class BackwardMath {
   public:
     __device__ __forceinline__ BackwardMath(const BackwardParams& params, const LayerShared<C>& map)
-        : p(params), shared(map), unpublished_(map.written(), math_warp()) {
-        const int warp = math_warp();
+        : p(params), shared(map) {
+        const int warp = static_cast<int>(ptx::thread_id()) / 32 - 4;
         first_row_ = warp / 4 * layout::kRowBlock;
         warp_row_ = first_row_ + warp % 4 * 16;
         buffer_ = shared.store_buffer(warp);
@@ -45,20 +45,10 @@ class BackwardMath {
     }
 
   private:
-    static __device__ __forceinline__ int math_warp() { return static_cast<int>(ptx::thread_id()) / 32 - 4; }
     static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
     // The warpgroup's half of A: 64 rows in K-major, a block in MN-major.
     __device__ __forceinline__ std::uint32_t a_offset() const {
         return static_cast<std::uint32_t>(first_row_ * kOperandRowBytes);
-    }
-
-    // Of a trace: the products of a tile begin when its first stage is there.
-    __device__ __forceinline__ void trace_wait(const BackwardTile& t, bool any_rows,
-                                               Tracer<C::kTrace>& tracer) {
-        if constexpr (C::kTrace) {
-            unpublished_.wait(shared.full(stage_.at), stage_.parity, lane());
-            if (any_rows) tracer.end(TraceKind::kWaitTurn, t.chunk, t.expert, trace_index(t, first_row_));
-        }
     }
 
     template <Major A, Major B, int Count>
@@ -74,7 +64,6 @@ class BackwardMath {
     // and a part of dtopk.
     __device__ __forceinline__ void dz_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
-        trace_wait(t, any_rows, tracer);
         std::uint32_t gate[32], up[32];
         if (C::kSaves && (t.flags & kSaved) != 0) {
             // Of a half without rows it is what the forward's memory held before, and is not used.
@@ -151,7 +140,6 @@ class BackwardMath {
 
     __device__ __forceinline__ void dx_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
-        trace_wait(t, any_rows, tracer);
         float d[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i)
@@ -166,7 +154,6 @@ class BackwardMath {
     }
 
     __device__ __forceinline__ void gradient(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
-        trace_wait(t, true, tracer);
         float d[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i)

@@ -89,7 +89,7 @@ struct DtopkBeside {
             sum += ptx::load_relaxed_gpu(part + i);
         const std::int64_t at = std::int64_t{t.token} * p.route.top_k + (source >> 25 & 15);
         if (e.num_ranks == 1)
-            ptx::store(p.dtopk + at, bad ? kNan : sum);
+            ptx::store(p.dtopk + at, bad ? __uint_as_float(kTwoNans) : sum);
         else
             ptx::store(e.at<float>(t.rank, p.home_dtopk) + at, sum);
     }
@@ -105,11 +105,8 @@ struct DtopkBeside {
             if (r.endpoint.num_ranks == 1) return;
             value = ptx::load_relaxed_sys(r.endpoint.at<const float>(r.endpoint.rank, p.home_dtopk) + at);
         }
-        ptx::store(p.dtopk + at, bad ? kNan : value);
+        ptx::store(p.dtopk + at, bad ? __uint_as_float(kTwoNans) : value);
     }
-
-  private:
-    static constexpr float kNan = __builtin_nanf("");
 };
 
 }  // namespace mega_moe::device

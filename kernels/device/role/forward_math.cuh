@@ -21,7 +21,7 @@ __device__ __forceinline__ void multiply_tiles(const ForwardParams& p, const Lay
     const int warp_row = first_row + math_warp % 4 * 16;
     RingCursor<C::kStages> stage;
     RingCursor<C::kRing> ring;
-    Unpublished unpublished(shared.written(), math_warp);
+    Unpublished unpublished;
     tracer.start();
     for (;; ring.next()) {
         unpublished.wait(shared.ring_full(ring.at), ring.parity, lane);

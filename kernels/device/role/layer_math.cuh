@@ -16,43 +16,19 @@ __device__ __forceinline__ void release_stage(const LayerShared<C>& shared, int 
         ptx::mbarrier_arrive_at(shared.empty(stage), static_cast<std::uint32_t>(lane));
 }
 
-inline constexpr int kGroupWarps = 4;  // of a warpgroup
-
 // What a math warp has stored and not yet told: to wait for the stores at once would keep it from its next
-// tile. The warps of a warpgroup tell of their tiles in turn, each for all of them: the fence that this takes
-// keeps a warp, and its part of the tensor cores, for a microsecond.
+// tile.
 struct Unpublished {
     std::uint32_t* counter = nullptr;
     std::uint32_t* second = nullptr;  // of the same stores
-    std::uint32_t written;            // shared: tiles of this warpgroup that each warp has written
-    std::uint32_t warp;               // of the warpgroup
-    std::uint32_t tiles = 0;
 
-    __device__ __forceinline__ Unpublished(std::uint32_t shared_words, int math_warp)
-        : written(shared_words + math_warp / kGroupWarps * kGroupWarps * 4),
-          warp(static_cast<std::uint32_t>(math_warp % kGroupWarps)) {}
-
-    // By one warp. Written, not only read from the buffer: whoever sees the count reads the rows. The others
-    // come here without waiting for anything that this warp does after it.
+    // By one warp. Written, not only read from the buffer: whoever sees the count reads the rows.
     __device__ __forceinline__ void publish(int lane) {
-        if (!pending()) return;
-        ++tiles;
-        if (lane == 0) {
+        if (pending() && lane == 0) {
             ptx::bulk_wait<0>();
-            ptx::store_release_shared(written + warp * 4, tiles);
+            if (counter != nullptr) ptx::add_release_gpu(counter, 1);
+            if (second != nullptr) ptx::add_release_gpu(second, 1);
         }
-        if (tiles % kGroupWarps == warp) {
-            if (lane < kGroupWarps)
-                while (ptx::load_acquire_shared(written + lane * 4) < tiles) {
-                }
-            __syncwarp();
-            if (lane == 0) {
-                ptx::fence_gpu();
-                if (counter != nullptr) ptx::add_relaxed_gpu(counter, kGroupWarps);
-                if (second != nullptr) ptx::add_relaxed_gpu(second, kGroupWarps);
-            }
-        }
-        __syncwarp();
         counter = nullptr;
         second = nullptr;
     }

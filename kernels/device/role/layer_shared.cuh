@@ -107,15 +107,11 @@ struct LayerShared {
     __device__ __forceinline__ std::uint64_t* epoch() const {
         return reinterpret_cast<std::uint64_t*>(generic + C::kAt.epoch);
     }
-    // Words of the math warps: tiles whose results each has written.
-    __device__ __forceinline__ std::uint32_t written() const { return base + C::kAt.written; }
     __device__ __forceinline__ std::uint32_t* state() const {
         return reinterpret_cast<std::uint32_t*>(generic + C::kAt.state);
     }
 
     __device__ __forceinline__ void init_barriers() const {
-        for (int i = 0; i < layout::kMathWarps; ++i)
-            reinterpret_cast<std::uint32_t*>(generic + C::kAt.written)[i] = 0;
         for (int i = 0; i < C::kStages; ++i) {
             // Scale factors of columns come by a copy that counts by itself.
             ptx::mbarrier_init(full(i), C::kQuantised ? 2 : 1);

@@ -21,7 +21,7 @@ class QuantisedBackwardMath {
         : p(params),
           shared(map),
           math_warp_(static_cast<int>(ptx::from_lane(ptx::thread_id() / 32, 0)) - 4),
-          told_(params.counters, map.written(), math_warp_) {}
+          told_(params.counters) {}
 
     __device__ __forceinline__ void run(Tracer<C::kTrace>& tracer) {
         tracer.start();
@@ -36,7 +36,7 @@ class QuantisedBackwardMath {
             else
                 gradient(tracer);
         }
-        told_.finish(lane());
+        told_.publish(lane());
         // What was stored and is not counted still reads this CTA's shared memory.
         ptx::bulk_wait<0>();
     }
@@ -106,7 +106,7 @@ class QuantisedBackwardMath {
         multiply(dh, record().k_blocks);
         const BackwardTile t = take_record();
         trace_end(TraceKind::kDz, t, tracer);
-        told_.finish(lane());
+        told_.publish(lane());
         store_dz(t, gate, up, dh);
         __syncwarp();
         told_.later(p.counters + p.zd_done + (t.slot + first_row()) / layout::kRowBlock, nullptr, lane());
@@ -192,7 +192,7 @@ class QuantisedBackwardMath {
         multiply(d, record().k_blocks);
         const BackwardTile t = take_record();
         trace_end(TraceKind::kDx, t, tracer);
-        told_.finish(lane());
+        told_.publish(lane());
         const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
         store_rows_directly<4>(d, p.dx_pool + (t.pool_row + warp_row()) * row_bytes + t.column * 2, row_bytes,
                                shared.store_buffer(math_warp_), lane());

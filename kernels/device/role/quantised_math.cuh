@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, con
     const int warp_row = first_row + math_warp % 4 * 16;
     const std::uint32_t buffer = shared.store_buffer(math_warp);
     // A tile may have too few k-blocks to have told of the one before on the way.
-    unpublished.finish(lane);
+    unpublished.publish(lane);
     unpublished.counter = (t.slot + first_row) / layout::kRowBlock;
     if (t.kind == kDownTile) {
         const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
     int x_scales = 0;
     RingCursor<C::kStages> stage;
     RingCursor<C::kRing> ring;
-    Deferred unpublished(p.counters, shared.written(), math_warp);
+    Deferred unpublished(p.counters);
     tracer.start();
     for (;; ring.next()) {
         unpublished.wait(shared.ring_full(ring.at), ring.parity, lane);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
         store_quantised_tile<C>(p, shared, tile, math_warp, d, lane_weight, unpublished, lane);
         trace_end<C>(tracer, down ? TraceKind::kStoreDown : TraceKind::kStoreGateUp, tile, first_row);
     }
-    unpublished.finish(lane);
+    unpublished.publish(lane);
 }
 
 }  // namespace mega_moe::device

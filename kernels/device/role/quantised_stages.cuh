@@ -10,65 +10,37 @@
 // has some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
 namespace mega_moe::device {
 
-// As Unpublished, which this is instead of: it waits for no other warp, but looks again later. A loop of
-// another kind than those that wait for a stage makes ptxas take nothing that follows for a value of the
-// whole warp; descriptors of operands must be such, and there are no registers to keep them beside.
+// As Unpublished, in fewer registers: a counter's index, and one at a time.
 struct Deferred {
     static constexpr std::int32_t kNone = -1;
 
     std::uint32_t* counters;
-    std::uint32_t written;  // shared: tiles of this warpgroup that each warp has written
-    std::uint32_t warp;     // of the warpgroup
-    // In the first lane.
     std::int32_t counter = kNone;
-    std::uint32_t steps =
-        0;  // two a tile: this warp has written it, and has told of it or left that to another
 
-    __device__ __forceinline__ Deferred(std::uint32_t* all_counters, std::uint32_t shared_words,
-                                        int math_warp)
-        : counters(all_counters),
-          written(shared_words + math_warp / kGroupWarps * kGroupWarps * 4),
-          warp(static_cast<std::uint32_t>(math_warp % kGroupWarps)) {}
+    __device__ __forceinline__ explicit Deferred(std::uint32_t* all_counters) : counters(all_counters) {}
 
-    // By one warp, again and again until nothing is pending.
+    // By one warp. It waits for this warp's stores alone: wgmma keeps the warps of a warpgroup in step, and
+    // one that waited for another here could wait for ever.
     __device__ __forceinline__ void publish(int lane) {
-        if (counter < 0 || lane != 0) return;
-        const std::uint32_t tile = steps / 2 + 1;
-        if (steps % 2 == 0) {
+        if (counter >= 0 && lane == 0) {
             ptx::bulk_wait<0>();
-            ptx::store_release_shared(written + warp * 4, tile);
-            ++steps;
+            ptx::add_release_gpu(counters + counter, 1);
         }
-        if (tile % kGroupWarps == warp) {
-            bool all = true;
-#pragma unroll
-            for (int i = 0; i < kGroupWarps; ++i)
-                all = all && ptx::load_acquire_shared(written + 4 * i) >= tile;
-            if (!all) return;
-            ptx::fence_gpu();
-            ptx::add_relaxed_gpu(counters + counter, kGroupWarps);
-        }
-        ++steps;
         counter = kNone;
     }
     // Counts what has just been stored, once it is written; in two words at most.
     __device__ __forceinline__ void later(const std::uint32_t* which, const std::uint32_t* also, int lane) {
-        finish(lane);
+        publish(lane);
         if (also != nullptr) {
             counter = static_cast<std::int32_t>(also - counters);
-            finish(lane);
+            publish(lane);
         }
         if (which != nullptr) counter = static_cast<std::int32_t>(which - counters);
     }
     // Before a wait that may depend on it, if only by way of other CTAs.
     __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity, int lane) {
-        while (!ptx::mbarrier_try_wait(barrier, parity))
-            publish(lane);
-    }
-    // Before the next stores.
-    __device__ __forceinline__ void finish(int lane) {
-        while (ptx::any(lane == 0 && counter >= 0))
-            publish(lane);
+        if (counter >= 0 && !ptx::mbarrier_test(barrier, parity)) publish(lane);
+        ptx::mbarrier_wait(barrier, parity);
     }
 };
 
@@ -155,8 +127,7 @@ __device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const
                                                    Deferred& unpublished, const RowScales& row_scales,
                                                    int math_warp, int lane) {
     const std::uint32_t zero = ptx::opaque_zero();
-    QuantisedStages<C, RowScales> stages{shared, stage, unpublished, row_scales, math_warp / kGroupWarps,
-                                         lane};
+    QuantisedStages<C, RowScales> stages{shared, stage, unpublished, row_scales, math_warp / 4, lane};
     PartialSums partial;
 #pragma unroll
     for (int i = 0; i < 64; ++i)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,9 @@ from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
 from mega_moe._base.errors import MegaMoEError, PeerError
+
+# x, topk_idx, topk_weights, w_gate_up, w_down.
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class FusedExecutor:
@@ -44,7 +50,7 @@ class FusedExecutor:
         w_down: Tensor,
         clamp: float | None,
     ) -> Tensor:
-        return self._forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp, None)
+        return self._forward((x, topk_idx, topk_weights, w_gate_up, w_down), clamp, None)
 
     def forward_saving(
         self,
@@ -56,28 +62,23 @@ class FusedExecutor:
         clamp: float | None,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        saved = torch.empty(rows, w_gate_up.shape[1], dtype=torch.bfloat16, device=x.device)
-        return self._forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp, saved), saved
+        with self._telling_of_no_memory():
+            saved = torch.empty(rows, w_gate_up.shape[1], dtype=torch.bfloat16, device=x.device)
+        return self._forward((x, topk_idx, topk_weights, w_gate_up, w_down), clamp, saved), saved
 
-    def _forward(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        saved_gate_up: Tensor | None,
-    ) -> Tensor:
-        most = self._kernels.shape.max_tokens
-        if x.shape[0] > most:
+    def _forward(self, inputs: _Inputs, clamp: float | None, saved_gate_up: Tensor | None) -> Tensor:
+        tokens, most = inputs[0].shape[0], self._kernels.shape.max_tokens
+        if tokens > most:
             # Seen here by compiled calls alone, whose T is not known before.
-            error = ValueError(f"x: got {x.shape[0]} tokens, the buffer was built for {most} per rank")
-            self.refuse(error, x.shape[0])
+            error = ValueError(f"x: got {tokens} tokens, the buffer was built for {most} per rank")
+            self.refuse(error, tokens)
             raise error
-        x, topk_idx, topk_weights = dense(x), dense(topk_idx), dense(topk_weights)
-        weights = self._as_read(w_gate_up), self._as_read(w_down)
-        y, _ = self._kernel.forward(x, topk_idx, topk_weights, *weights, clamp, saved_gate_up=saved_gate_up)
+        x, topk_idx, topk_weights = map(dense, inputs[:3])
+        with self._telling_of_no_memory():
+            weights = self._as_read(inputs[3]), self._as_read(inputs[4])
+            y, _ = self._kernel.forward(
+                x, topk_idx, topk_weights, *weights, clamp, saved_gate_up=saved_gate_up
+            )
         return y
 
     def _as_read(self, weight: Tensor) -> Tensor | WeightCopy:
@@ -101,8 +102,8 @@ class FusedExecutor:
         saved_gate_up: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         if self._kernel_backward is not None:
-            inputs = (dy, x, topk_idx, topk_weights, w_gate_up, w_down)
-            return self._fused_backward(*inputs, clamp, needs, dw_dtype, None, saved_gate_up)
+            inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
+            return self._fused_backward(dy, inputs, clamp, needs, dw_dtype, None, saved_gate_up)
         if torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 "the backward of this version's fused backend sizes its exchange on the host and cannot be captured "
@@ -130,17 +131,13 @@ class FusedExecutor:
         wanted = [buffer for buffer, needed in zip(into, needs[2:]) if needed]
         if self._kernel_backward is None or not _can_add(wanted):
             return None
-        inputs = (dy, x, topk_idx, topk_weights, w_gate_up, w_down)
-        return self._fused_backward(*inputs, clamp, needs, torch.float32, into, saved_gate_up)[:2]
+        inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
+        return self._fused_backward(dy, inputs, clamp, needs, torch.float32, into, saved_gate_up)[:2]
 
     def _fused_backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
+        inputs: _Inputs,
         clamp: float | None,
         needs: tuple[bool, bool, bool, bool],
         dw_dtype: torch.dtype,
@@ -148,31 +145,38 @@ class FusedExecutor:
         saved_gate_up: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         assert self._kernel_backward is not None
-        copies = None
-        if self.weight_copies is not None and self._kernels.shape.quantise_backward:
-            copies = (
-                self.weight_copies.of(w_gate_up, codes=True, transposed=True),
-                self.weight_copies.of(w_down, codes=False, transposed=True),
+        w_gate_up, w_down = inputs[3:]
+        with self._telling_of_no_memory():
+            copies = None
+            if self.weight_copies is not None and self._kernels.shape.quantise_backward:
+                copies = (
+                    self.weight_copies.of(w_gate_up, codes=True, transposed=True),
+                    self.weight_copies.of(w_down, codes=False, transposed=True),
+                )
+            got, _ = self._kernel_backward.backward(
+                dense(dy),
+                *_dense_inputs(inputs),
+                clamp,
+                needs=needs,
+                dw_dtype=dw_dtype,
+                into=into,
+                saved_gate_up=saved_gate_up,
+                copies=copies,
             )
-        got, _ = self._kernel_backward.backward(
-            dense(dy),
-            dense(x),
-            dense(topk_idx),
-            dense(topk_weights),
-            dense(w_gate_up),
-            dense(w_down),
-            clamp,
-            needs=needs,
-            dw_dtype=dw_dtype,
-            into=into,
-            saved_gate_up=saved_gate_up,
-            copies=copies,
-        )
-        dtopk = None if got.dtopk is None else got.dtopk.to(topk_weights.dtype)
+        dtopk = None if got.dtopk is None else got.dtopk.to(inputs[2].dtype)
         return got.dx, dtopk, got.dw_gate_up, got.dw_down
 
     def refuse(self, error: Exception, num_tokens: int) -> None:
         self._kernels.refuse(num_tokens)
+
+    @contextlib.contextmanager
+    def _telling_of_no_memory(self) -> Iterator[None]:
+        """Around what is allocated for a call, all of it before the launch: the other ranks wait for this one."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._kernels.refuse(0)
+            raise
 
     def _raise_faults(self) -> None:
         """What this call's forward reported, before the ranks meet: some of them may not come to its backward."""
@@ -196,3 +200,8 @@ def _can_add(buffers: list[Tensor]) -> bool:
         and b.dtype == buffers[0].dtype
         for b in buffers
     )
+
+
+def _dense_inputs(inputs: _Inputs) -> _Inputs:
+    x, topk_idx, topk_weights, w_gate_up, w_down = map(dense, inputs)
+    return x, topk_idx, topk_weights, w_gate_up, w_down

@@ -191,8 +191,11 @@ def _run_saving_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.call = (handle, clamp)
 
 
-def _run_saving_backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _run_saving_backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *tensors, gate_up = ctx.saved_tensors
+    if dy is None:
+        # Nobody uses y. The other ranks come to this backward, and wait for this one.
+        dy = torch.zeros_like(tensors[0])
     return *_all_gradients(ctx, dy, tensors, gate_up), None
 
 

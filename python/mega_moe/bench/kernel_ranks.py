@@ -43,7 +43,7 @@ class Options:
     """One kernel of one layer: `tokens` of each of `num_ranks` ranks, which this process plays on one GPU.
 
     ``dw_dtype`` and ``parts`` are the backward's. ``saved``: as `MoEBuffer(save_gate_up=)`, the forward writes gate and
-    up, and the backward reads them.
+    up, and the backward reads them. ``hot``: expert 0 has so many times its even share of the rows.
     """
 
     shape: Shape
@@ -54,6 +54,7 @@ class Options:
     parts: str = "all"
     saved: float = 0.0
     precision: str = "bf16"
+    hot: float | None = None
 
     @property
     def kernel_precision(self) -> str:
@@ -104,7 +105,7 @@ class _Inputs:
     @classmethod
     def of(cls, options: Options, device: torch.device, rank: int) -> _Inputs:
         context = Context(device, None, rank, options.num_ranks)
-        problem = random_problem(options.shape, options.tokens, torch.bfloat16, context)
+        problem = random_problem(options.shape, options.tokens, torch.bfloat16, context, hot=options.hot)
         first = problem.sets[0]
         copies = None
         if options.kernel_precision == "fp8":
@@ -153,6 +154,11 @@ class KernelRanks:
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         # Clusters are pairs; a trace has a place for every CTA.
         self.num_sms = (everything - num_reserved_sms) // count // 2 * 2
+        if num_reserved_sms < 0 or self.num_sms < 2:
+            # The kernels take 0 for all SMs.
+            raise ValueError(
+                f"reserved: got {num_reserved_sms} of {everything} SMs with {count} ranks, wanted 2 SMs a rank or more"
+            )
         parts = of_virtual_ranks(symmetric_layout(layout).total, device, count)
         self.kernels = [
             KernelRank(

@@ -1,13 +1,14 @@
 """The fused kernels alone: one rank, or several that share the GPU, burst and sustained.
 
     python -m mega_moe.bench.kernels [--direction forward,backward] [--shape 30B,235B] [--tokens 16384] [--ranks 1,8]
-        [--precision bf16,fp8] [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--saved 0,1.1] [--json FILE]
+        [--precision bf16,fp8] [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--saved 0,1.1]
+        [--hot 4] [--json FILE]
 
 Tokens are those of all ranks together, so that rows of one shape do the same work. The published table times calls of
 `mega_moe.moe`; this one times launches alone, replayed from a CUDA graph, in fp8 on copies of the weights that are made
-before. `--dw` is the dtype of a backward's weight
-gradients, `--parts` what it is asked for: everything, the gradients of x and of the routing weights, or those of the
-experts' weights. `--saved` is what `MoEBuffer` takes as `save_gate_up`.
+before. `--dw` is the dtype of a backward's weight gradients, `--parts` what it is asked for: everything, the gradients
+of x and of the routing weights, or those of the experts' weights. `--saved` is what `MoEBuffer` takes as
+`save_gate_up`. `--hot` gives expert 0 so many times its even share of the rows, with as many rows in all.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class KernelRow:
     parts: str | None  # of a backward: what it is asked for
     saved: float  # share of gate and up that is kept from the forward to the backward
     saved_nbytes: int  # that this takes on each rank
+    hot: float | None  # rows of expert 0 over its even share
     nbytes: int  # that the kernel holds on each rank, whatever the routing
     tflops: float
     timing: Timing
@@ -63,12 +65,13 @@ class KernelRow:
         clock = "" if self.timing.mhz is None else f", {self.timing.mhz:.0f} MHz"
         dw = "" if self.dw is None else f", dW in {self.dw}"
         parts = "" if self.parts in (None, "all") else f" of {self.parts} alone"
+        hot = "" if self.hot is None else f", expert 0 has {self.hot:g} times its share"
         saved = "" if self.saved == 0 else f", {self.saved_nbytes / 2**30:.2f} GiB of gate and up kept"
         return (
             f"{self.shape} {self.precision} {self.direction}{parts}{dw}, T={self.tokens} in all, "
             f"{self.num_ranks} ranks of {self.num_sms} SMs, {self.num_reserved_sms} SMs reserved, "
             f"{self.timing.protocol}: {1e3 * self.timing.seconds:.3f} ms, {self.tflops:.0f} TF/s{clock}, "
-            f"{self.nbytes / 2**30:.2f} GiB a rank{saved}"
+            f"{self.nbytes / 2**30:.2f} GiB a rank{saved}{hot}"
         )
 
 
@@ -98,6 +101,7 @@ def time_kernel(
             options.parts if backward else None,
             options.saved,
             ranks.saved_nbytes,
+            options.hot,
             ranks.nbytes,
             flops(options) / timing.seconds * 1e-12,
             timing,
@@ -134,7 +138,7 @@ def cases(words: argparse.Namespace) -> Iterator[tuple[Options, int]]:
                         for options in _kernels(
                             shape, tokens // num_ranks, num_ranks, directions, dtypes, parts
                         ):
-                            yield replace(options, saved=saved, precision=precision), reserved
+                            yield replace(options, saved=saved, precision=precision, hot=words.hot), reserved
 
 
 def _kernels(
@@ -169,6 +173,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dw", default="bf16", help=f"of {', '.join(_DTYPES)} (default: bf16)")
     add("--parts", default="all", help=f"of {', '.join(PARTS)} (default: all)")
     add("--saved", default="0", help="as save_gate_up of a buffer, separated by commas (default: 0)")
+    add("--hot", type=float, help="rows of expert 0 over its even share (default: even experts)")
     add("--quick", action="store_true", help="three windows of each protocol")
     add("--json", type=Path, metavar="FILE", help="also write the rows here")
     return made

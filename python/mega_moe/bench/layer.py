@@ -19,7 +19,7 @@ from mega_moe.bench.ranks import Context, first_line
 from mega_moe.bench.schema import LayerRow, Outcome, Timing
 from mega_moe.bench.shapes import Work, layer_work
 
-RESERVING_BACKENDS = {"fused": ("forward",)}
+RESERVING_BACKENDS = {"fused": ("forward", "backward", "forward_backward")}
 """Directions in which a backend's kernels can leave SMs to other work; all others run kernels that torch sizes."""
 RESERVED_SMS = (0, 16)
 

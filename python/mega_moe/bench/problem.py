@@ -56,13 +56,24 @@ class Problem:
 
 
 def random_problem(
-    shape: Shape, tokens: int, dtype: torch.dtype, context: Context, *, skew: float | None = None
+    shape: Shape,
+    tokens: int,
+    dtype: torch.dtype,
+    context: Context,
+    *,
+    skew: float | None = None,
+    hot: float | None = None,
 ) -> Problem:
     """N(0, 1) activations, weights of deviation 1/sqrt(fan-in), top-k of a random softmax, normalised per token.
 
     Experts are spread evenly, and so are tokens, unless `skew` sends that many times an even share of all rows to
-    rank 0. Raises ValueError when the experts do not divide by the ranks, or the skew is not in (1, ranks].
+    rank 0, or `hot` that many times an even share to expert 0. Raises ValueError when the experts do not divide by the
+    ranks, the skew is not in (1, ranks], or hot is not in (1, experts / top_k].
     """
+    if hot is not None and not 1 < hot <= shape.num_experts / shape.top_k:
+        raise ValueError(
+            f"hot: got {hot}, wanted above 1 and at most {shape.num_experts / shape.top_k}, experts over top_k"
+        )
     if skew is not None and not 1 < skew <= context.num_ranks:
         raise ValueError(
             f"skew: got {skew}, wanted above 1 and at most {context.num_ranks}, the number of ranks"
@@ -80,6 +91,8 @@ def random_problem(
         scores = torch.randn(tokens, shape.num_experts, device=context.device, generator=generator)
         if skew is not None:
             scores = _skewed(scores, local, shape.top_k * skew / context.num_ranks, shape.top_k, generator)
+        if hot is not None:
+            scores = _skewed(scores, 1, shape.top_k * hot / shape.num_experts, shape.top_k, generator)
         weights, ids = scores.softmax(-1).topk(shape.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         return InputSet(

@@ -53,7 +53,8 @@ class Kind:
     after: int = 0
     """Of a tile: the kind that must have ended before, for all tiles of some rows.
 
-    The forward tells it of products, the backward of the loads, which begin when the scheduler has seen the inputs.
+    The forward tells it of products, whose wait is an event of its own. The backward's products begin with that wait,
+    so there it is the loads that begin when the inputs are there.
     """
     rows: Rows = Rows.BLOCK
 

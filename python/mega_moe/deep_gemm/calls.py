@@ -139,7 +139,8 @@ def bf16_mega_moe_backward(
         dw_natural_layout, l1_natural_layout: False is refused.
 
     Raises:
-        ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
+        ValueError, TypeError: a bad argument on this rank, before anything runs. On the other ranks dx and dtopk are
+            then NaN, dw1 and dw2 of no use, and their next call or ``sym_buffer.moe.check()`` raises PeerError.
     """
     shared = (shared_l1_weights, shared_l2_weights, shared_dw1_weights, shared_dw2_weights)
 

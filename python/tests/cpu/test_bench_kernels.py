@@ -62,6 +62,15 @@ def test_a_forward_has_no_parts_and_dx_no_dtype_of_weights() -> None:
     assert {(o.shape.name, o.tokens, o.num_ranks) for o, _ in made} == {("tiny", 8, 2)}
 
 
+def test_what_is_kept_and_how_uneven_experts_are_reach_the_options() -> None:
+    made = cases("--shape", "tiny", "--tokens", "16", "--saved", "0,1.5", "--hot", "4")
+    assert [(o.direction, o.saved, o.hot) for o, _ in made] == [
+        (direction, saved, 4.0) for saved in (0.0, 1.5) for direction in ("forward", "backward")
+    ]
+    with pytest.raises(ValueError, match=r"save_gate_up: got -1.0, want a number >= 0"):
+        cases("--saved", "-1")
+
+
 def test_every_combination_is_asked_for_once() -> None:
     made = cases(
         "--shape",
@@ -90,7 +99,7 @@ def test_flops_are_those_of_the_products_that_are_asked_for(direction: str, part
 def test_a_row_says_what_was_timed() -> None:
     timing = Timing("burst", "cuda", 0.002, (0.002,), 5, 1, 0.25, 1700.0, None)
     row = kernels.KernelRow(
-        "backward", "30B", "bf16", 16384, 1, 0, 132, "fp32", "dw", 0.0, 0, 3 << 29, 500.0, timing
+        "backward", "30B", "bf16", 16384, 1, 0, 132, "fp32", "dw", 0.0, 0, None, 3 << 29, 500.0, timing
     )
     assert str(row) == (
         "30B bf16 backward of dw alone, dW in fp32, T=16384 in all, 1 ranks of 132 SMs, 0 SMs reserved, burst: "
@@ -98,6 +107,8 @@ def test_a_row_says_what_was_timed() -> None:
     )
     forward = replace(row, direction="forward", dw=None, parts=None)
     assert str(forward).startswith("30B bf16 forward, T=16384 in all")
+    kept = replace(row, saved=1.1, saved_nbytes=1 << 29, hot=4.0)
+    assert str(kept).endswith("1.50 GiB a rank, 0.50 GiB of gate and up kept, expert 0 has 4 times its share")
 
 
 @pytest.mark.parametrize(("direction", "refused"), [("forward", False), ("backward", True)])

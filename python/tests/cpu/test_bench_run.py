@@ -25,10 +25,8 @@ QUICK = ["--device", "cpu", "--quick", "--shape", "tiny"]
 
 def test_reserved_sms_are_measured_where_kernels_can_leave_them() -> None:
     every = ("forward", "backward", "forward_backward")
-    # The fused backend's backward runs on kernels that torch sizes.
-    assert list(reservations("fused", every)) == [(0, every[:1]), (16, every[:1]), (None, every[1:])]
-    assert list(reservations("fused", every[:1])) == [(0, every[:1]), (16, every[:1])]
-    assert list(reservations("fused", every[1:])) == [(None, every[1:])]
+    assert list(reservations("fused", every)) == [(0, every), (16, every)]
+    assert list(reservations("fused", every[1:])) == [(0, every[1:]), (16, every[1:])]
     assert list(reservations("grouped", every)) == [(None, every)]
 
 
@@ -251,6 +249,23 @@ def test_uneven_routing_sends_so_many_rows_to_rank_0(skew: float) -> None:
         assert all(len(set(ids)) == 3 for ids in inputs.topk_idx[:100].tolist())
         assert torch.allclose(inputs.topk_weights.sum(-1), torch.ones(4000))
         assert len(inputs.topk_idx.unique()) == (8 if skew == 4 else 32)
+
+
+@pytest.mark.parametrize("hot", [2.0, 4.0])
+def test_a_hot_expert_has_so_many_times_its_share(hot: float) -> None:
+    shape = Shape("sixteen", 8, 8, 32, 3, 4000)
+    problem = random_problem(shape, 4000, torch.float32, Context(torch.device("cpu"), None, 0, 1), hot=hot)
+    for inputs in problem.sets:
+        counts = inputs.topk_idx.flatten().bincount(minlength=32).double()
+        assert counts[0].item() / (4000 * 3 / 32) == pytest.approx(hot, rel=0.1)
+        assert counts[1:].max() < 1.3 * counts[1:].mean()
+        assert all(len(set(ids)) == 3 for ids in inputs.topk_idx[:100].tolist())
+
+
+def test_more_than_every_token_for_a_hot_expert() -> None:
+    shape = Shape("sixteen", 8, 8, 32, 4, 4000)
+    with pytest.raises(ValueError, match=r"hot: got 9.0, wanted above 1 and at most 8.0"):
+        random_problem(shape, 8, torch.float32, Context(torch.device("cpu"), None, 0, 1), hot=9.0)
 
 
 def test_a_skew_that_the_ranks_do_not_allow() -> None:

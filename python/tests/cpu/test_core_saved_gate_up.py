@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mega_moe
 from mega_moe import MoEBuffer
+from mega_moe._backends.kernel_backward import KernelBackward
+from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
 from mega_moe._backends.saved import SavedRows
@@ -65,6 +68,52 @@ def test_one_tensor_goes_from_forward_to_backward(
     with make_buffer(problem, "fused") as plain:
         assert_same_bits(got, results(problem, plain))
     assert saved(fake_both)[2:] == [("forward", 0), ("backward", 0)]
+
+
+class NoGradient(torch.autograd.Function):
+    """Uses y, and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        return None
+
+
+def test_a_y_without_a_gradient_is_one_of_zeros(
+    problem: Problem, buffer: MoEBuffer, fake_both: FakeKernels
+) -> None:
+    """As without the option: the other ranks' backwards wait for this one's."""
+    leaves = problem.requires_grad()
+    y = mega_moe.moe(*leaves.inputs, buffer=buffer)
+    (NoGradient.apply(y) + leaves.x.sum()).backward()
+    assert [launch.op for launch in fake_both.launches] == ["forward", "backward"]
+    assert torch.equal(leaves.x.grad, torch.ones_like(leaves.x))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_no_memory_for_a_call_is_told_to_the_other_ranks(
+    problem: Problem, buffer: MoEBuffer, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(KernelRank, "refuse", lambda self, tokens: told.append(tokens))
+    leaves = problem.requires_grad()
+    y = mega_moe.moe(*leaves.inputs, buffer=buffer)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    kernel = KernelForward if direction == "forward" else KernelBackward
+    monkeypatch.setattr(kernel, direction, full)
+    steps: dict[str, Callable[[], object]] = {
+        "forward": lambda: mega_moe.moe(*leaves.inputs, buffer=buffer),
+        "backward": lambda: y.backward(leaves.dy),
+    }
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        steps[direction]()
+    assert told == [0]
 
 
 def test_nothing_is_kept_without_gradients(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mega_moe._backends.kernel_backward import Gradients
 
-from ._forward import MANY, ROWS_AT_ONCE, Layer
+from ._forward import MANY, Layer
 
 TOLERANCE = 6e-3
 
@@ -35,22 +35,15 @@ def random_dy(layer: Layer, seed: int = 0) -> list[Tensor]:
 def exact_gradients(layer: Layer, dy: Sequence[Tensor]) -> ExactGradients:
     """Expert by expert on the rows that it has: fast enough for layers of real size."""
     one = layer.as_one_rank()
-    x, ids, weights = one.x[0], one.ids[0], one.weights[0].double()
+    x, weights = one.x[0], one.weights[0].double()
     all_dy = torch.cat(list(dy))
     dx = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     dtopk = torch.zeros(weights.shape, dtype=torch.float64, device=x.device)
     dw_gate_up = torch.zeros(layer.gate_up.shape, dtype=torch.float64, device=x.device)
     dw_down = torch.zeros(layer.down.shape, dtype=torch.float64, device=x.device)
-    token, slot = (ids >= 0).nonzero().unbind(1)
-    expert = ids[token, slot]
-    order = expert.argsort()
-    counts = expert.bincount(minlength=layer.num_experts).tolist()
-    for e, rows in enumerate(order.split(counts)):
-        if not len(rows):
-            continue
+    for e, parts in one.rows_of_experts():
         gate_up, down = layer.gate_up[e].double(), layer.down[e].double()
-        for part in rows.split(ROWS_AT_ONCE):
-            t, k = token[part], slot[part]
+        for t, k in parts:
             x_rows, dy_rows, w = x[t].double(), all_dy[t].double(), weights[t, k, None]
             gate_in, up_in = (x_rows @ gate_up.T).chunk(2, dim=-1)
             gate, up = gate_in, up_in

@@ -5,7 +5,7 @@ T tokens of a rank, K slots, E experts of all ranks, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,6 +67,26 @@ class Layer:
             ids=[torch.cat([own.long() for own in self.ids])],
             weights=[torch.cat([own.float() for own in self.weights])],
         )
+
+    def with_own_tokens(self) -> Layer:
+        """The same with copies of x, ids and weights, which `take` overwrites in place."""
+        x, ids, weights = ([own.clone() for own in part] for part in (self.x, self.ids, self.weights))
+        return replace(self, x=x, ids=ids, weights=weights)
+
+    def take(self, rank: int, other: Layer) -> None:
+        """x, ids and weights of another layer's rank, on the current stream."""
+        for own, theirs in ((self.x, other.x), (self.ids, other.ids), (self.weights, other.weights)):
+            own[rank].copy_(theirs[rank])
+
+    def rows_of_experts(self) -> Iterator[tuple[int, list[tuple[Tensor, Tensor]]]]:
+        """Of one rank: each expert that has rows, with their tokens and slots, so many at once as fit in fp64."""
+        (ids,) = self.ids
+        token, slot = (ids >= 0).nonzero().unbind(1)
+        expert = ids[token, slot]
+        counts = expert.bincount(minlength=self.num_experts).tolist()
+        for e, rows in enumerate(expert.argsort().split(counts)):
+            if len(rows):
+                yield e, [(token[part], slot[part]) for part in rows.split(ROWS_AT_ONCE)]
 
     def copies(self) -> list[Tensor]:
         return [own.clone() for own in self.inputs()]
@@ -131,26 +151,20 @@ class Exact(NamedTuple):
 def exact(layer: Layer) -> Exact:
     """y in fp64, expert by expert on the rows that it has: fast enough for layers of real size."""
     one = layer.as_one_rank()
-    x, ids, weights = one.x[0], one.ids[0], one.weights[0].double()
+    x, weights = one.x[0], one.weights[0].double()
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     squares = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    token, slot = (ids >= 0).nonzero().unbind(1)
-    expert = ids[token, slot]
-    order = expert.argsort()
-    counts = expert.bincount(minlength=layer.num_experts).tolist()
-    for e, rows in enumerate(order.split(counts)):
-        if not len(rows):
-            continue
+    for e, parts in one.rows_of_experts():
         gate_up, down = layer.gate_up[e].double(), layer.down[e].double()
         size = torch.zeros_like(squares)
-        for part in rows.split(ROWS_AT_ONCE):
-            gate, up = (x[token[part]].double() @ gate_up.T).chunk(2, dim=-1)
+        for token, slot in parts:
+            gate, up = (x[token].double() @ gate_up.T).chunk(2, dim=-1)
             if layer.clamp is not None:
                 gate, up = gate.clamp(max=layer.clamp), up.clamp(-layer.clamp, layer.clamp)
             out = (torch.nn.functional.silu(gate) * up) @ down.T
-            out *= weights[token[part], slot[part], None]
-            y.index_add_(0, token[part], out)
-            size.index_add_(0, token[part], out.norm(dim=1))
+            out *= weights[token, slot, None]
+            y.index_add_(0, token, out)
+            size.index_add_(0, token, out.norm(dim=1))
         squares += size.square()
     sizes = [len(own) for own in layer.x]
     return Exact(list(y.split(sizes)), list(squares.sqrt().split(sizes)))

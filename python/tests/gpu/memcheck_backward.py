@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from mega_moe._backends.kernel_backward import Gradients
 from ._backward import assert_right, exact_gradients, random_dy
 from ._backward_fp8 import Judge
 from ._backward_ranks import BackwardRanks, new_backward_ranks
-from ._forward import Layer, random_experts, random_layer
+from ._forward import Layer
 from ._forward_ranks import shape_of, smallest_pool
-from ._virtual import HUGE, NAN, random_ids
-from .memcheck_forward import CASES, KINDS, on_device
+from ._virtual import HUGE, NAN
+from .memcheck_forward import CASES, fewer, layers_of, on_device
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # What a call is asked for, by its number: all of it, parts of it, and either dtype of the weights' gradients.
@@ -83,16 +82,9 @@ def add_twice(
 
 
 def main(num_ranks: int, device: torch.device, precision: str = "bf16") -> None:
-    cpu = torch.device("cpu")
     calls = 0
     for case in CASES:
-        experts = random_experts(cpu, case.experts, case.hidden, case.intermediate)
-        tokens = [case.tokens if rank % 2 == 0 else case.tokens // 3 for rank in range(num_ranks)]
-        layers = [
-            random_layer(random_ids(kind, tokens, case.top_k, case.experts, cpu, seed), experts, seed=seed)
-            for seed, kind in enumerate(KINDS)
-        ]
-        layers[1] = replace(layers[1], clamp=20.0)
+        layers = layers_of(case, num_ranks, clamp=20.0)
         dys = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
         judges = [judge_of(layer, dy, precision) for layer, dy in zip(layers, dys)]
         for pool in (0, smallest_pool(shape_of(layers[0]))):
@@ -103,7 +95,7 @@ def main(num_ranks: int, device: torch.device, precision: str = "bf16") -> None:
                 compare(ranks, there, dy, judge, **ASKED[seed % len(ASKED)])
                 ranks.poison(HUGE if seed % 2 else NAN)
                 compare(ranks, there, dy, judge, delay_seed=seed + 1, **ASKED[(seed + 1) % len(ASKED)])
-                few = [count // 2 if rank else 0 for rank, count in enumerate(tokens)]
+                few = fewer(layer)
                 few_dy = [own[:count] for own, count in zip(dy, few)]
                 part = layer.first(few)
                 compare(ranks, there.first(few), few_dy, judge_of(part, few_dy, precision))

@@ -38,6 +38,24 @@ CASES = (
 KINDS = ("random", "one expert", "masked", "duplicates", "empty")
 
 
+def layers_of(case: Case, num_ranks: int, clamp: float) -> list[Layer]:
+    """One of each kind of routing on the CPU; the second with a clamp."""
+    cpu = torch.device("cpu")
+    experts = random_experts(cpu, case.experts, case.hidden, case.intermediate)
+    tokens = [case.tokens if rank % 2 == 0 else case.tokens // 3 for rank in range(num_ranks)]
+    layers = [
+        random_layer(random_ids(kind, tokens, case.top_k, case.experts, cpu, seed), experts, seed=seed)
+        for seed, kind in enumerate(KINDS)
+    ]
+    layers[1] = replace(layers[1], clamp=clamp)
+    return layers
+
+
+def fewer(layer: Layer) -> list[int]:
+    """Tokens of a smaller call: none of the first rank, half of the others'."""
+    return [len(own) // 2 if rank else 0 for rank, own in enumerate(layer.x)]
+
+
 def on_device(layer: Layer, device: torch.device) -> Layer:
     """Made and computed on the CPU, so that the checker watches the kernel and little else."""
     x, ids, weights = (
@@ -52,16 +70,9 @@ def compare(ranks: ForwardRanks, there: Layer, layer: Layer, want: Exact, delay_
 
 
 def main(num_ranks: int, device: torch.device) -> None:
-    cpu = torch.device("cpu")
     calls = 0
     for case in CASES:
-        experts = random_experts(cpu, case.experts, case.hidden, case.intermediate)
-        tokens = [case.tokens if rank % 2 == 0 else case.tokens // 3 for rank in range(num_ranks)]
-        layers = [
-            random_layer(random_ids(kind, tokens, case.top_k, case.experts, cpu, seed), experts, seed=seed)
-            for seed, kind in enumerate(KINDS)
-        ]
-        layers[1] = replace(layers[1], clamp=0.5)
+        layers = layers_of(case, num_ranks, clamp=0.5)
         wanted = [exact(layer) for layer in layers]
         for pool in (0, smallest_pool(shape_of(layers[0]))):
             ranks = new_ranks(device, layers[0], pool_rows=pool, num_sms=4, limit=120.0)
@@ -70,7 +81,7 @@ def main(num_ranks: int, device: torch.device) -> None:
                 compare(ranks, there, layer, want)
                 ranks.poison(HUGE if seed % 2 else NAN)
                 compare(ranks, there, layer, want, delay_seed=seed + 1)
-                few = [count // 2 if rank else 0 for rank, count in enumerate(tokens)]
+                few = fewer(layer)
                 compare(ranks, there.first(few), layer.first(few), want.first(few))
                 calls += 3
             there.ids[0][0, 0] = case.experts

@@ -26,7 +26,7 @@ def two_ranks(device: torch.device, limit: float) -> tuple[Layer, list[torch.Ten
     return layer, dy, ranks
 
 
-@pytest.mark.parametrize("other", ["forward", "without dx"])
+@pytest.mark.parametrize("other", ["forward", "route", "without dx", "without dtopk"])
 def test_smoke_ranks_that_call_differently(cuda_device: torch.device, other: str) -> None:
     """Told at once, and not after a time limit, by both."""
     layer, dy, ranks = two_ranks(cuda_device, limit=30.0)
@@ -41,8 +41,10 @@ def test_smoke_ranks_that_call_differently(cuda_device: torch.device, other: str
     with ranks.on(1):
         if other == "forward":
             ranks.start(1, layer)
+        elif other == "route":
+            ranks.routers[1].route(layer.ids[1], layer.weights[1])
         else:
-            backward(1, (False, True, True, True))
+            backward(1, (other != "without dx", other != "without dtopk", True, True))
     for kernels in ranks.kernels:
         with pytest.raises(PeerError, match="called"):
             kernels.check()

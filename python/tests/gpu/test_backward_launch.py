@@ -29,12 +29,7 @@ class CapturedStep:
     """A graph per rank around a forward and a backward on inputs that lie at a fixed place."""
 
     def __init__(self, ranks: BackwardRanks, layer: Layer, dy: list[Tensor]) -> None:
-        self.layer = replace(
-            layer,
-            x=[own.clone() for own in layer.x],
-            ids=[own.clone() for own in layer.ids],
-            weights=[own.clone() for own in layer.weights],
-        )
+        self.layer = layer.with_own_tokens()
         self.dy = [own.clone() for own in dy]
         self.graphs = [torch.cuda.CUDAGraph() for _ in layer.x]
         self.results: list[list[Tensor]] = []
@@ -49,9 +44,7 @@ class CapturedStep:
 
     def fill(self, rank: int, layer: Layer, dy: list[Tensor]) -> None:
         """On the current stream."""
-        self.layer.x[rank].copy_(layer.x[rank])
-        self.layer.ids[rank].copy_(layer.ids[rank])
-        self.layer.weights[rank].copy_(layer.weights[rank])
+        self.layer.take(rank, layer)
         self.dy[rank].copy_(dy[rank])
 
 

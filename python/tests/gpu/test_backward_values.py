@@ -7,15 +7,12 @@ import itertools
 import pytest
 import torch
 
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
-
 from ._backward import assert_right, assert_same_bits, exact_gradients, random_dy
 from ._backward_ranks import new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward_ranks import shape_of, smallest_pool
 from ._virtual import random_ids
-from .test_forward_values import CASES, FEW, KINDS, MODELS, TOKENS, ids_of
+from .test_forward_values import CASES, FEW, KINDS, TOKENS, ids_of, layer_of_model
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
@@ -74,14 +71,13 @@ def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str, dty
     ranks = None
     for seed, kind in enumerate(KINDS):
         layer = random_layer(ids_of(kind, counts, 4, 16, cuda_device), experts, weights="signed", seed=seed)
-        clean = layer
         for own, weights in zip(layer.ids, layer.weights):
             weights[own < 0] = torch.nan
         if ranks is None:
             pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer, max_tokens=FEW))
             ranks = new_backward_ranks(cuda_device, layer, max_tokens=FEW, pool_rows=pool)
         dy = random_dy(layer, seed)
-        assert_right(clean, dy, ranks.backward(layer, dy, dw_dtype=dtype))
+        assert_right(layer, dy, ranks.backward(layer, dy, dw_dtype=dtype))
     assert ranks is not None
     ranks.check()
 
@@ -170,12 +166,8 @@ def test_parts_of_one_expert(cuda_device: torch.device) -> None:
 )
 def test_models(cuda_device: torch.device, name: str, num_ranks: int, most: int) -> None:
     """Real extents in the memory that a buffer takes for them."""
-    model = MODELS[name]
-    request = Request(model.experts, most, model.top_k, model.hidden, model.intermediate, num_ranks=num_ranks)
-    experts = random_experts(cuda_device, model.experts, model.hidden, model.intermediate)
-    ids = random_ids("random", [most] * num_ranks, model.top_k, model.experts, cuda_device)
-    layer = random_layer(ids, experts)
-    ranks = new_backward_ranks(cuda_device, layer, pool_rows=pool_rows(request))
+    layer, rows = layer_of_model(name, num_ranks, most, cuda_device)
+    ranks = new_backward_ranks(cuda_device, layer, pool_rows=rows)
     dy = random_dy(layer)
     assert_right(layer, dy, ranks.backward(layer, dy))
     ranks.check()

@@ -36,12 +36,7 @@ class Captured:
     """A graph per rank around one launch on inputs that lie at a fixed place."""
 
     def __init__(self, ranks: ForwardRanks, layer: Layer) -> None:
-        self.layer = replace(
-            layer,
-            x=[own.clone() for own in layer.x],
-            ids=[own.clone() for own in layer.ids],
-            weights=[own.clone() for own in layer.weights],
-        )
+        self.layer = layer.with_own_tokens()
         self.graphs = [torch.cuda.CUDAGraph() for _ in layer.x]
         self.y: list[torch.Tensor] = []
         torch.cuda.synchronize()
@@ -52,9 +47,7 @@ class Captured:
 
     def fill(self, rank: int, layer: Layer) -> None:
         """On the current stream."""
-        self.layer.x[rank].copy_(layer.x[rank])
-        self.layer.ids[rank].copy_(layer.ids[rank])
-        self.layer.weights[rank].copy_(layer.weights[rank])
+        self.layer.take(rank, layer)
 
 
 @pytest.mark.parametrize(

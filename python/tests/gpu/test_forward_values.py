@@ -172,6 +172,15 @@ class Model(NamedTuple):
 MODELS = {"30B": Model(2048, 768), "235B": Model(4096, 1536)}
 
 
+def layer_of_model(name: str, num_ranks: int, most: int, device: torch.device) -> tuple[Layer, int]:
+    """``most`` tokens of each rank, and the rows of the pools that a buffer has for them."""
+    model = MODELS[name]
+    request = Request(model.experts, most, model.top_k, model.hidden, model.intermediate, num_ranks=num_ranks)
+    experts = random_experts(device, model.experts, model.hidden, model.intermediate)
+    ids = random_ids("random", [most] * num_ranks, model.top_k, model.experts, device)
+    return random_layer(ids, experts), pool_rows(request)
+
+
 @pytest.mark.parametrize(
     ("name", "num_ranks", "most"),
     [
@@ -185,19 +194,16 @@ MODELS = {"30B": Model(2048, 768), "235B": Model(4096, 1536)}
 )
 def test_models(cuda_device: torch.device, name: str, num_ranks: int, most: int) -> None:
     """Real extents in the memory that a buffer takes for them; at the end an imbalance as bad as can be."""
-    model = MODELS[name]
-    request = Request(model.experts, most, model.top_k, model.hidden, model.intermediate, num_ranks=num_ranks)
-    experts = random_experts(cuda_device, model.experts, model.hidden, model.intermediate)
-    ids = random_ids("random", [most] * num_ranks, model.top_k, model.experts, cuda_device)
-    layer = random_layer(ids, experts)
+    layer, rows = layer_of_model(name, num_ranks, most, cuda_device)
     want = exact(layer)
-    ranks = new_ranks(cuda_device, layer, pool_rows=pool_rows(request))
+    ranks = new_ranks(cuda_device, layer, pool_rows=rows)
     for share in (1, 2, 16, most):
         tokens = [most // share - rank * (most // share // 16) for rank in range(num_ranks)]
         part = layer.first(tokens)
         assert_right(part, ranks.forward(part), want.first(tokens))
+    top_k, experts = layer.ids[0].shape[1], layer.num_experts
     worst = random_layer(
-        random_ids("one expert", [most] * num_ranks, model.top_k, model.experts, cuda_device), experts
+        random_ids("one expert", [most] * num_ranks, top_k, experts, cuda_device), (layer.gate_up, layer.down)
     )
     assert_right(worst, ranks.forward(worst))
     ranks.check()

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
 from mega_moe._backends.saved import SavedRows
 
 from ._backward import assert_right, assert_same_bits, random_dy
@@ -20,7 +18,7 @@ from ._forward import assert_same_bits as assert_same_y
 from ._forward_ranks import shape_of, smallest_pool
 from ._virtual import HUGE, NAN, NUMBER, random_ids
 from .test_backward_values import small_layer
-from .test_forward_values import FEW, KINDS, MODELS, ids_of
+from .test_forward_values import FEW, KINDS, ids_of, layer_of_model
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
@@ -251,12 +249,8 @@ def test_one_rank_keeps_it_and_another_does_not(cuda_device: torch.device) -> No
 )
 def test_models(cuda_device: torch.device, name: str, num_ranks: int, most: int) -> None:
     """Real extents in the memory that a buffer takes for them, and the room of a share of 1."""
-    model = MODELS[name]
-    request = Request(model.experts, most, model.top_k, model.hidden, model.intermediate, num_ranks=num_ranks)
-    experts = random_experts(cuda_device, model.experts, model.hidden, model.intermediate)
-    ids = random_ids("random", [most] * num_ranks, model.top_k, model.experts, cuda_device)
-    layer = random_layer(ids, experts)
-    ranks = new_backward_ranks(cuda_device, layer, pool_rows=pool_rows(request))
+    layer, rows = layer_of_model(name, num_ranks, most, cuda_device)
+    ranks = new_backward_ranks(cuda_device, layer, pool_rows=rows)
     dy = random_dy(layer)
     want = ranks.backward(layer, dy)
     saved = Saved(ranks, layer, 1.0)

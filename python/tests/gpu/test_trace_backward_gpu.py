@@ -21,11 +21,10 @@ from mega_moe.bench.kernel_ranks import Options
 from mega_moe.bench.shapes import Shape
 from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_kinds import KINDS, ROLES, State
-from mega_moe.bench.trace_run import Recorded, record, why_no_trace
 from mega_moe.bench.trace_summary import summarise
 
 from .test_trace_gpu import CASES as OF_FORWARD
-from .test_trace_gpu import events
+from .test_trace_gpu import events, recorded
 
 CASES = {
     **{name: replace(options, direction="backward") for name, options in OF_FORWARD.items()},
@@ -34,24 +33,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def traces() -> dict[str, Recorded]:
-    """Each case is recorded once, by the first test that asks for it."""
-    return {}
-
-
-def recorded(case: str, device: torch.device, traces: dict[str, Recorded]) -> Recorded:
-    if case not in traces:
-        assert why_no_trace(CASES[case], device) == []
-        traces[case] = record(CASES[case], device)
-    return traces[case]
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_every_product_is_made_once(
-    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
-) -> None:
-    got = recorded(case, cuda_device, traces)
+def test_every_product_is_made_once(case: str, cuda_device: torch.device) -> None:
+    got = recorded(CASES[case], cuda_device)
     assert got.trace.full_lanes == ()
     assert got.trace.malformed == 0
     assert tile_faults(got.trace, got.wanted.tiles) == []
@@ -62,10 +46,8 @@ def test_every_product_is_made_once(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loads_begin_after_the_epilogues_of_their_rows(
-    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
-) -> None:
-    got = recorded(case, cuda_device, traces)
+def test_loads_begin_after_the_epilogues_of_their_rows(case: str, cuda_device: torch.device) -> None:
+    got = recorded(CASES[case], cuda_device)
     for part in ("dz", "dx", "gradient"):
         assert events(got.trace, State.EPILOGUE, part) == events(got.trace, State.PRODUCTS, part) > 0
     assert bool(got.wanted.whole) == (case != "parts")
@@ -73,10 +55,8 @@ def test_loads_begin_after_the_epilogues_of_their_rows(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_events_of_a_lane_follow_one_another(
-    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
-) -> None:
-    got = recorded(case, cuda_device, traces)
+def test_events_of_a_lane_follow_one_another(case: str, cuda_device: torch.device) -> None:
+    got = recorded(CASES[case], cuda_device)
     trace = got.trace
     for cta in range(len(trace.ctas)):
         for role in range(len(ROLES)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -31,17 +32,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def traces() -> dict[str, Recorded]:
-    """Each case is recorded once, by the first test that asks for it."""
-    return {}
-
-
-def recorded(case: str, device: torch.device, traces: dict[str, Recorded]) -> Recorded:
-    if case not in traces:
-        assert why_no_trace(CASES[case], device) == []
-        traces[case] = record(CASES[case], device)
-    return traces[case]
+@functools.cache
+def recorded(options: Options, device: torch.device) -> Recorded:
+    """Recorded once, by the first test that asks for it."""
+    assert why_no_trace(options, device) == []
+    return record(options, device)
 
 
 def events(trace: Trace, state: State, part: str) -> int:
@@ -50,10 +45,8 @@ def events(trace: Trace, state: State, part: str) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tile_has_products_once(
-    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
-) -> None:
-    got = recorded(case, cuda_device, traces)
+def test_every_tile_has_products_once(case: str, cuda_device: torch.device) -> None:
+    got = recorded(CASES[case], cuda_device)
     assert got.trace.full_lanes == ()
     assert got.trace.malformed == 0
     assert got.wanted.products() > 0
@@ -63,20 +56,16 @@ def test_every_tile_has_products_once(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_down_tiles_begin_after_the_epilogues_of_their_rows(
-    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
-) -> None:
-    got = recorded(case, cuda_device, traces)
+def test_down_tiles_begin_after_the_epilogues_of_their_rows(case: str, cuda_device: torch.device) -> None:
+    got = recorded(CASES[case], cuda_device)
     assert events(got.trace, State.EPILOGUE, "gate/up") == events(got.trace, State.PRODUCTS, "gate/up")
     assert events(got.trace, State.PRODUCTS, "down") > 0
     assert order_faults(got.trace) == []
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_events_of_a_lane_follow_one_another(
-    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
-) -> None:
-    trace = recorded(case, cuda_device, traces).trace
+def test_events_of_a_lane_follow_one_another(case: str, cuda_device: torch.device) -> None:
+    trace = recorded(CASES[case], cuda_device).trace
     for cta in range(len(trace.ctas)):
         for role in range(len(ROLES)):
             lane = (trace.cta == cta) & (trace.role == role)
@@ -85,10 +74,8 @@ def test_events_of_a_lane_follow_one_another(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_cta_routes_once_and_rows_move(
-    case: str, cuda_device: torch.device, traces: dict[str, Recorded]
-) -> None:
-    got = recorded(case, cuda_device, traces)
+def test_every_cta_routes_once_and_rows_move(case: str, cuda_device: torch.device) -> None:
+    got = recorded(CASES[case], cuda_device)
     options, trace = CASES[case], got.trace
     assert len(trace.ctas) == got.num_sms * options.num_ranks
     routing = trace.where([kind for kind in KINDS.values() if kind.part == "routing"])
