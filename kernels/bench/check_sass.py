@@ -3,9 +3,9 @@
     python check_sass.py variants.toml FOLDER
 
 FOLDER holds `<variant>.sass`, what cuobjdump -sass prints of each variant. Wanted: products on the tensor core of the
-right kind, as many in a loop as a stage has, since ptxas drops those whose sums nobody stores; loads by TMA, multicast where the variant asks for it and nowhere else, and, in the loops around the
-products, no fence over the whole device (a remote arrival with an explicit scope compiles to one) and no access to
-local memory.
+right kind, as many in a loop as a stage has, since ptxas drops those whose sums nobody stores; loads by TMA, multicast
+where the variant asks for it and nowhere else, and, in the loops around the products, no fence over the whole device (a
+remote arrival with an explicit scope compiles to one) and no access to local memory.
 """
 
 from __future__ import annotations

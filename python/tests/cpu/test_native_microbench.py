@@ -30,7 +30,7 @@ def run():
     return module
 
 
-# A loop of a stage's four products whose retry of a wait lies behind the exit, as ptxas puts it, fences before and after.
+# A loop of a stage's four products; the retry of a wait lies behind the exit, as ptxas puts it; fences around them.
 SASS = """
         /*0100*/              @!P0 UTMALDG.2D{multicast} [UR8], [UR6], UR4 ;   /* 0x0000 */
         /*0200*/                   MEMBAR.ALL.GPU ;                            /* 0x0000 */
@@ -82,7 +82,11 @@ def test_machine_code_that_is_right_passes():
         ({"element": "e4m3"}, sass(), "no QGMMA among 15"),
         ({"instruction_n": 64}, sass(), "4 products in a loop, want 16 for a stage"),
         ({"schedule": "ping_pong"}, sass(), "4 products in a loop, want 8 for a stage"),
-        ({}, sass().replace("/*0580*/                   HGMMA", "/*0580*/                   NOP"), "3 products in a"),
+        (
+            {},
+            sass().replace("/*0580*/                   HGMMA", "/*0580*/                   NOP"),
+            "3 products in a",
+        ),
         ({}, "", "no HGMMA among 0"),
         ({}, None, "no machine code"),
         ({"multicast": False}, sass().replace("UTMALDG", "LDG"), "no load by TMA"),
