@@ -6,9 +6,13 @@
 #include "device/ptx/wgmma_e4m3.cuh"
 
 // Products of e4m3 whose sums leave the tensor core every 128 of the contraction: there an accumulator keeps
-// about 14 bits, and the scale factors change. A stage is multiplied in four passes of 64 columns, of which
-// the next is under way while one is promoted, so that the tensor core has work without the other warpgroup.
+// about 14 bits, and the scale factors change.
 namespace mega_moe::device {
+
+// How a stage is multiplied: in two passes of 128 columns, each promoted before the next, while the tensor
+// core works for the other warpgroup; or in four passes of 64, of which the next is under way while one is
+// promoted.
+enum class Promotion { kHalves, kQuarters };
 
 // Of one stage: 64 rows and 256 columns, K-major.
 struct StageOperands {
@@ -79,6 +83,59 @@ __device__ __forceinline__ void multiply_blocks(float (&sums)[128], PartialSums&
             promote_pass(sums + 32 * pass, partial[pass % 2], scales.rows[0] * columns,
                          scales.rows[1] * columns);
         }
+    }
+}
+
+// sums += the scaled products of one k-block, in halves. `Source` as above.
+template <class Source>
+__device__ __forceinline__ void multiply_block_in_halves(float (&sums)[128], Source& source) {
+    constexpr std::uint64_t kStep = kStepOfInstruction<Major::kK>;
+    const StageOperands at = source.open();
+    BlockScales scales;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float partial[64];
+        const std::uint64_t columns = at.columns + half * 2 * kStepOf64Rows;
+        ptx::wgmma_fence();
+        ptx::wgmma_e4m3_first(partial, at.rows, columns);
+#pragma unroll
+        for (int k = 1; k < 4; ++k)
+            ptx::wgmma_e4m3(partial, at.rows + k * kStep, columns + k * kStep);
+        ptx::wgmma_commit();
+        if (half == 0) scales = source.scales();
+        ptx::wgmma_wait<0>();
+        if (half == 1) source.close();
+        const float upper = scales.rows[0] * scales.columns[half];
+        const float lower = scales.rows[1] * scales.columns[half];
+        float* d = sums + 64 * half;
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            d[i] = fmaf(upper, partial[i], d[i]);
+            d[i + 1] = fmaf(upper, partial[i + 1], d[i + 1]);
+            d[i + 2] = fmaf(lower, partial[i + 2], d[i + 2]);
+            d[i + 3] = fmaf(lower, partial[i + 3], d[i + 3]);
+        }
+        // Holds this half's promotion before the next half's products.
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+            asm volatile("" : "+f"(d[i]));
+    }
+}
+
+// sums += the scaled products of so many k-blocks.
+template <Promotion P, class Source>
+__device__ __forceinline__ void multiply_promoted(float (&sums)[128], int k_blocks, std::uint32_t zero,
+                                                  Source& source) {
+    if constexpr (P == Promotion::kHalves) {
+        for (int k_block = 0; k_block < k_blocks; ++k_block)
+            multiply_block_in_halves(sums, source);
+    } else {
+        PartialSums partial;
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+            partial[i / 32][i % 32] = 0.0f;
+        for (int k_block = 0; k_block < k_blocks; ++k_block)
+            multiply_blocks<1>(sums, partial, zero, source);
     }
 }
 

@@ -11,6 +11,9 @@
 
 namespace mega_moe::device {
 
+// The other one is kept to be measured against it.
+inline constexpr Promotion kForwardPromotion = Promotion::kQuarters;
+
 // A tile's stages as multiply_blocks takes them, for one warp.
 template <class C>
 struct QuantisedStages {
@@ -184,14 +187,7 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
             d[i] = 0.0f;
         unpublished.wait(shared.full(stage.at), stage.parity, lane);
         trace_end<C>(tracer, TraceKind::kWaitTurn, record(), first_row);
-        {
-            PartialSums partial;
-#pragma unroll
-            for (int i = 0; i < 64; ++i)
-                partial[i / 32][i % 32] = 0.0f;
-            for (int k_block = 0; k_block < t.k_blocks; ++k_block)
-                multiply_blocks<1>(d, partial, zero, stages);
-        }
+        multiply_promoted<kForwardPromotion>(d, t.k_blocks, zero, stages);
         const TileRecord tile = record();
         release_record();
         trace_end<C>(tracer, down ? TraceKind::kDown : TraceKind::kGateUp, tile, first_row);
