@@ -9,7 +9,7 @@ namespace mega_moe::device {
 
 // The scale factor of one block and what is needed to divide by it with two instructions per element.
 struct GroupScale {
-    float scale;  // amax / 448, or 1 for a block of zeros; what is stored
+    float scale;  // amax / 448, or 1 where that is 0; what is stored
     float lift;   // power of two to multiply elements by first; 1 unless the scale is extreme
     float high;   // 1 / (scale * lift), rounded down, so that `low` is not negative
     float low;    // what `high` lacks
@@ -87,7 +87,9 @@ MEGA_MOE_HOST_DEVICE float power_of_two_above(float a) {
 // amax >= 0, Inf or NaN. `power_of_two` rounds the scale up to one.
 MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax, bool power_of_two = false) {
     GroupScale g;
-    g.scale = amax == 0.0f ? 1.0f : divide_rn(amax, kE4m3Max);
+    g.scale = divide_rn(amax, kE4m3Max);
+    // Also of a block so small that fp32 holds no scale for it, which no bf16 is: its codes are zeros.
+    if (g.scale == 0.0f) g.scale = 1.0f;
     if (power_of_two) g.scale = power_of_two_above(g.scale);
     g.lift = g.scale < kSmallestPlainScale  ? kLiftOfSmall
              : g.scale > kLargestPlainScale ? kLiftOfLarge
