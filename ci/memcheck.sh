@@ -15,7 +15,7 @@ trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --no-index --no-deps --target "$site" "$wheel"
 # Memory that the allocator has cached would hide a write behind the end of a buffer.
 export PYTHONPATH="$site:python/tests" PYTORCH_NO_CUDA_MEMORY_CACHING=1
-for cases in memcheck_route memcheck_forward memcheck_backward; do
+for cases in memcheck_route memcheck_forward memcheck_forward_fp8 memcheck_backward; do
     "$checker" --tool memcheck --error-exitcode 1 python3 -m "gpu.$cases" "${2:-1}"
 done
 "$checker" --tool memcheck --error-exitcode 1 python3 -m gpu.memcheck_backward "${2:-1}" fp8_bwd

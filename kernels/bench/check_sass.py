@@ -3,9 +3,9 @@
     python check_sass.py variants.toml FOLDER
 
 FOLDER holds `<variant>.sass`, what cuobjdump -sass prints of each variant. Wanted: products on the tensor core of the
-right kind, loads by TMA, multicast where the variant asks for it and nowhere else, and, in the loops around the
-products, no fence over the whole device (a remote arrival with an explicit scope compiles to one) and no access to
-local memory.
+right kind, as many in a loop as a stage has, since ptxas drops those whose sums nobody stores; loads by TMA, multicast
+where the variant asks for it and nowhere else, and, in the loops around the products, no fence over the whole device (a
+remote arrival with an explicit scope compiles to one) and no access to local memory.
 """
 
 from __future__ import annotations
@@ -86,6 +86,14 @@ def loops_around(products: set[int], code: list[Instruction]) -> set[int]:
     return reachable(products, forward) & reachable(products, backward)
 
 
+def products_of_stage(variant: Variant) -> int:
+    """Instructions that multiply what a warpgroup has of one stage."""
+    rows, columns = variant["block"]
+    warpgroups = 1 if variant["schedule"] == "ping_pong" else 2
+    steps = 4  # a row of 128 bytes is four of the contraction
+    return rows // warpgroups // 64 * (columns // variant["instruction_n"]) * steps
+
+
 def problems(variant: Variant, sass: str | None) -> list[str]:
     """What is wrong with one variant's machine code; empty when it passes."""
     name = variant["name"]
@@ -103,6 +111,9 @@ def problems(variant: Variant, sass: str | None) -> list[str]:
     ]
     if not any(code[place].target is not None for place in looped):
         wrong.append(f"{name}: no loop around products, so nothing was looked at")
+    looped_products, wanted = len(products & looped), products_of_stage(variant)
+    if looped and looped_products < wanted:
+        wrong.append(f"{name}: {looped_products} products in a loop, want {wanted} for a stage")
     loads = [instruction.operation for instruction in code if instruction.operation.startswith("UTMALDG")]
     if not loads:
         wrong.append(f"{name}: no load by TMA")

@@ -43,9 +43,9 @@ struct GemmConfig {
     static constexpr int kParts = kPartsM * kPartsN;
     static constexpr int kPartRegisters = (kStaggered ? N : InstructionN) / 2;
 
-    // The promoted form spills with 216 and 72 and with 200 and 104.
-    static constexpr int kLoadRegisters = kPromoted ? 88 : 40;
-    static constexpr int kMultiplyRegisters = kPromoted ? 208 : 232;
+    // Halves spill with 216 and 72 and with 200 and 104, quarters with 208 and 88.
+    static constexpr int kLoadRegisters = kStaggered ? 72 : kPromoted ? 88 : 40;
+    static constexpr int kMultiplyRegisters = kStaggered ? 216 : kPromoted ? 208 : 232;
     static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168, "registers at launch");
 
     static constexpr int kBytesA = M * device::kOperandRowBytes;

@@ -21,9 +21,8 @@ struct PromotedStages {
 
     __device__ __forceinline__ device::StageOperands open() {
         ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
-        const device::StageOperands at{
-            device::operand_descriptor<C::kMajorA>(shared.a(cursor.stage) + a_offset),
-            device::operand_descriptor<C::kMajorB>(shared.b(cursor.stage))};
+        const device::StageOperands at{device::descriptor_low<C::kMajorA>(shared.a(cursor.stage) + a_offset),
+                                       device::descriptor_low<C::kMajorB>(shared.b(cursor.stage))};
         cursor.next();
         return at;
     }
@@ -37,7 +36,7 @@ struct PromotedStages {
         }
         return s;
     }
-    __device__ __forceinline__ void close() {
+    __device__ __forceinline__ void close(int) {
         release_stage<C>(shared, closing, lane);
         closing = closing + 1 == C::kStages ? 0 : closing + 1;
     }

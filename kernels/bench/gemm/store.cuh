@@ -16,7 +16,9 @@ __device__ __forceinline__ void store_tile(Accumulators<C>& sums, const GemmPara
     for (int m = 0; m < C::kPartsM; ++m) {
 #pragma unroll
         for (int block = 0; block < C::kBlockN / 64; ++block) {
-            constexpr int kBlocksPerPart = C::kInstructionN / 64;
+            // A part may come from several instructions.
+            constexpr int kBlocksPerPart = C::kPartRegisters / 32;
+            static_assert(C::kPartsN * kBlocksPerPart * 64 == C::kBlockN, "parts of a row of blocks");
             auto& part = sums[m * C::kPartsN + block / kBlocksPerPart];
             const auto& d = reinterpret_cast<const float (&)[32]>(part[block % kBlocksPerPart * 32]);
             const uint32_t staging = shared.store_buffer(consumer_warp, buffer);

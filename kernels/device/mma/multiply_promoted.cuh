@@ -6,9 +6,13 @@
 #include "device/ptx/wgmma_e4m3.cuh"
 
 // Products of e4m3 whose sums leave the tensor core every 128 of the contraction: there an accumulator keeps
-// about 14 bits, and the scale factors change. A stage is multiplied in four passes of 64 columns, of which
-// the next is under way while one is promoted, so that the tensor core has work without the other warpgroup.
+// about 14 bits, and the scale factors change.
 namespace mega_moe::device {
+
+// How a stage is multiplied: in two passes of 128 columns, each promoted before the next, while the tensor
+// core works for the other warpgroup; or in four passes of 64, of which the next is under way while one is
+// promoted.
+enum class Promotion { kHalves, kQuarters };
 
 // Low words of the descriptors of one stage: 64 rows and the columns, K-major.
 struct StageOperands {
@@ -81,6 +85,43 @@ __device__ __forceinline__ void multiply_blocks(float (&sums)[Columns], PartialS
             promote_pass(sums + 32 * pass, partial[pass % 2], scales.rows[0] * columns,
                          scales.rows[1] * columns);
         }
+    }
+}
+
+// sums += the scaled products of one k-block with 256 columns, in halves. `Source` as above.
+template <class Source>
+__device__ __forceinline__ void multiply_block_in_halves(float (&sums)[128], Source& source) {
+    constexpr auto kStep = static_cast<std::uint32_t>(kStepOfInstruction<Major::kK>);
+    const auto descriptor = [](std::uint32_t low) { return std::uint64_t{kDescriptorHigh} << 32 | low; };
+    const StageOperands at = source.open();
+    BlockScales scales;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float partial[64];
+        const std::uint32_t columns = at.columns + half * 2 * static_cast<std::uint32_t>(kStepOf64Rows);
+        ptx::wgmma_fence();
+        ptx::wgmma_e4m3_first(partial, descriptor(at.rows), descriptor(columns));
+#pragma unroll
+        for (int k = 1; k < 4; ++k)
+            ptx::wgmma_e4m3(partial, descriptor(at.rows + k * kStep), descriptor(columns + k * kStep));
+        ptx::wgmma_commit();
+        if (half == 0) scales = source.scales();
+        ptx::wgmma_wait<0>();
+        if (half == 1) source.close(1);
+        const float upper = scales.rows[0] * scales.columns[half];
+        const float lower = scales.rows[1] * scales.columns[half];
+        float* d = sums + 64 * half;
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            d[i] = fmaf(upper, partial[i], d[i]);
+            d[i + 1] = fmaf(upper, partial[i + 1], d[i + 1]);
+            d[i + 2] = fmaf(lower, partial[i + 2], d[i + 2]);
+            d[i + 3] = fmaf(lower, partial[i + 3], d[i + 3]);
+        }
+        // Holds this half's promotion before the next half's products.
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+            asm volatile("" : "+f"(d[i]));
     }
 }
 

@@ -10,6 +10,9 @@
 // has some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
 namespace mega_moe::device {
 
+// Of tiles with 256 columns. The other one is kept to be measured against it.
+inline constexpr Promotion kPromotion = Promotion::kQuarters;
+
 // As Unpublished, in fewer registers: a counter's index, and one at a time.
 struct Deferred {
     static constexpr std::int32_t kNone = -1;
@@ -126,15 +129,20 @@ __device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const
                                                    RingCursor<C::kStages>& stage, int k_blocks,
                                                    Deferred& unpublished, const RowScales& row_scales,
                                                    int math_warp, int lane) {
-    const std::uint32_t zero = ptx::opaque_zero();
+    [[maybe_unused]] const std::uint32_t zero = ptx::opaque_zero();
     QuantisedStages<C, RowScales> stages{shared, stage, unpublished, row_scales, math_warp / 4, lane};
-    PartialSums partial;
+    if constexpr (Columns == 128 && kPromotion == Promotion::kHalves) {
+        while (stages.k_block < k_blocks)
+            multiply_block_in_halves(sums, stages);
+    } else {
+        PartialSums partial;
 #pragma unroll
-    for (int i = 0; i < 64; ++i)
-        partial[i / 32][i % 32] = 0.0f;
-    // Four passes between two pauses, whatever the number of columns.
-    while (stages.k_block < k_blocks)
-        multiply_blocks<128 / Columns>(sums, partial, zero, stages);
+        for (int i = 0; i < 64; ++i)
+            partial[i / 32][i % 32] = 0.0f;
+        // Four passes between two pauses, whatever the number of columns.
+        while (stages.k_block < k_blocks)
+            multiply_blocks<128 / Columns>(sums, partial, zero, stages);
+    }
 }
 
 }  // namespace mega_moe::device

@@ -123,6 +123,23 @@ void test_infinity_and_nan() {
     CHECK(std::isnan(divide_by_scale(1.0f * n.lift, n.high, n.low)), "quotient by NaN");
 }
 
+// fp32 has numbers whose 448th part is none; h may hold nothing else. Zeros then, not NaN.
+void test_smallest_of_fp32() {
+    const float smallest = 0x1p-149f;
+    for (int units = 1; units < 4096; ++units) {
+        const float amax = static_cast<float>(units) * smallest;
+        const GroupScale g = make_group_scale(amax);
+        CHECK(g.scale == (amax / 448.0f == 0.0f ? 1.0f : amax / 448.0f), "scale of %a is %a", amax, g.scale);
+        for (const float element : {0.0f, smallest, amax}) {
+            check_pair(amax, element, g);
+            check_pair(amax, -element, g);
+            const float product = element * g.lift * g.high;
+            // A denormal scale is off by up to half, which the conversion clamps.
+            CHECK(product >= 0.0f && product < 2 * 448.0f, "%a with amax %a: %a", element, amax, product);
+        }
+    }
+}
+
 // The smallest power of two that does not lift a code above 448, for every amax; quotients by it are exact
 // where they are not denormal.
 void test_powers_of_two() {
@@ -153,4 +170,5 @@ void test_group_scale() {
     test_amax_without_a_scale();
     test_one_product_is_not_enough();
     test_infinity_and_nan();
+    test_smallest_of_fp32();
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from mega_moe._backends.quantize import quantize_rows
 
 # What is tested here lies beside the GPU tests that use it.
-from ..gpu import _forward, _forward_fp8  # noqa: TID252
+from ..gpu import _forward, _forward_fp8, memcheck_forward_fp8  # noqa: TID252
 from ..gpu._emulated import emulated  # noqa: TID252
 from ..gpu._virtual import random_ids  # noqa: TID252
 
@@ -96,3 +97,39 @@ def test_a_fault_is_refused(
     fault(layer, results)
     with pytest.raises(AssertionError, match="rank"):
         judge.assert_right(results)
+
+
+class Ranks:
+    """In place of the kernel: the emulation, of which ``spoil`` changes what comes out."""
+
+    def __init__(self, spoil: float) -> None:
+        self._spoil = spoil
+
+    def weights(self, rank: int, layer: _forward.Layer) -> None:
+        pass
+
+    def poison(self, word: int) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def forward(self, layer: _forward.Layer, *, delay_seed: int = 0) -> list[Tensor]:
+        return [own * self._spoil for own in emulated(layer, "fp8")]
+
+
+@pytest.mark.parametrize("spoil", [1.0, 1.05])
+def test_cases_of_the_memory_checker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spoil: float
+) -> None:
+    def made(*_: Any, **options: Any) -> Ranks:
+        assert options["quantise"]
+        return Ranks(spoil)
+
+    monkeypatch.setattr(memcheck_forward_fp8, "new_ranks", made)
+    if spoil == 1.0:
+        memcheck_forward_fp8.main(2, CPU)
+        assert "all results right" in capsys.readouterr().out
+    else:
+        with pytest.raises(AssertionError, match="rank"):
+            memcheck_forward_fp8.main(2, CPU)

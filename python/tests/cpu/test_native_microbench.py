@@ -30,13 +30,15 @@ def run():
     return module
 
 
-# A loop of two products whose retry of a wait lies behind the exit, as ptxas puts it, fences before and after.
+# A loop of a stage's four products; the retry of a wait lies behind the exit, as ptxas puts it; fences around them.
 SASS = """
         /*0100*/              @!P0 UTMALDG.2D{multicast} [UR8], [UR6], UR4 ;   /* 0x0000 */
         /*0200*/                   MEMBAR.ALL.GPU ;                            /* 0x0000 */
         /*0300*/              @!P1 BRA 0xc00 ;                                 /* 0x0000 */
         /*0400*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24 ;  /* 0x0000 */
         /*0500*/                   {inside} ;                                  /* 0x0000 */
+        /*0580*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24 ;  /* 0x0000 */
+        /*05c0*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24 ;  /* 0x0000 */
         /*0600*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;  /* 0x0000 */
         /*0700*/              @P2  {after} ;                                   /* 0x0000 */
         /*0800*/              @!P0 {back} 0x300 ;                              /* 0x0000 */
@@ -57,7 +59,8 @@ def sass(**parts):
 
 
 def variant(**changes):
-    return {"name": "sample", "element": "bf16", "multicast": True} | changes
+    tile = {"block": [128, 256], "instruction_n": 256, "schedule": "cooperative"}
+    return {"name": "sample", "element": "bf16", "multicast": True} | tile | changes
 
 
 def test_machine_code_that_is_right_passes():
@@ -76,7 +79,14 @@ def test_machine_code_that_is_right_passes():
         ({}, sass(back="NOP").replace("BRA 0x400", "EXIT"), "no loop around products"),
         ({}, sass(multicast=""), "0 multicast loads, multicast is True"),
         ({"multicast": False}, sass(), "1 multicast loads, multicast is False"),
-        ({"element": "e4m3"}, sass(), "no QGMMA among 13"),
+        ({"element": "e4m3"}, sass(), "no QGMMA among 15"),
+        ({"instruction_n": 64}, sass(), "4 products in a loop, want 16 for a stage"),
+        ({"schedule": "ping_pong"}, sass(), "4 products in a loop, want 8 for a stage"),
+        (
+            {},
+            sass().replace("/*0580*/                   HGMMA", "/*0580*/                   NOP"),
+            "3 products in a",
+        ),
         ({}, "", "no HGMMA among 0"),
         ({}, None, "no machine code"),
         ({"multicast": False}, sass().replace("UTMALDG", "LDG"), "no load by TMA"),
