@@ -152,6 +152,13 @@ class Puller {
     int blocks_[kRowsPerCount] = {};  // of each lane's slots of the tokens that are not counted
 };
 
+// Whether rows come one by one, those of the first experts first: with one rank nothing is saved by moving a
+// token once, unless it is quantised on the way.
+template <class C>
+__device__ __forceinline__ bool in_slot_order(const LayerParams& p) {
+    return !C::kQuantisesRows && p.route.endpoint.num_ranks == 1;
+}
+
 // Rows or tokens that are copied before the roles part.
 template <class C>
 __device__ __forceinline__ int first_copied(const LayerParams& p) {
@@ -220,7 +227,7 @@ __device__ __forceinline__ void copy_first_rows(const LayerParams& p, std::uint6
     const auto ctas = static_cast<int>(ptx::num_ctas());
     const int first = warp * ctas + static_cast<int>(ptx::cta_id());
     const int step = C::kThreads / 32 * ctas;
-    if (p.route.endpoint.num_ranks == 1)
+    if (in_slot_order<C>(p))
         copy_some<C>(p, view, SlotsInOrder(p, view, 0, first, step));
     else
         copy_some<C>(p, view, TokensInOrder(p, view, 0, first, step));
@@ -249,13 +256,12 @@ __device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShare
             puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);
         }
     };
-    const bool alone = p.route.endpoint.num_ranks == 1;
     if constexpr (C::kMovesE4m3) {
-        if (alone)
+        if (in_slot_order<C>(p))
             pull_all(QuantisedPuller<C, SlotsByWindow>(p, shared));
         else
             pull_all(QuantisedPuller<C, TokensInOrder>(p, shared));
-    } else if (alone) {
+    } else if (in_slot_order<C>(p)) {
         pull_all(Puller<C, SlotsInOrder>(p, shared));
     } else {
         pull_all(Puller<C, TokensInOrder>(p, shared));

@@ -44,7 +44,7 @@ def test_the_emulation_passes(judge: _forward_fp8.Judge, results: list[Tensor]) 
 def test_an_error_of_half_the_tolerance_passes(judge: _forward_fp8.Judge, results: list[Tensor]) -> None:
     made = torch.Generator().manual_seed(1)
     judge.assert_right(
-        [own + (3e-3 * torch.randn(own.shape, generator=made) * own).bfloat16() for own in results]
+        [own + (5e-3 * torch.randn(own.shape, generator=made) * own).bfloat16() for own in results]
     )
 
 

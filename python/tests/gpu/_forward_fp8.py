@@ -1,7 +1,9 @@
 """How results of the forward in fp8 are judged: against fp64, and against an emulation that quantises where it does.
 
-The emulation is 5 to 7 % from fp64; the tensor core's sums differ from its own in bits that now and then turn a code
-of h.
+The emulation is 5 to 7 % from fp64. The tensor core keeps 14 bits of a sum of 32 products, the emulation all. So a gate
+or an up now and then rounds to the next bf16, h to the next code, and now and then a row to the next scale factor. An
+emulation with such sums is 5e-3 from this one over all tokens, and of 2048 tokens the worst is off by 4e-2 of its parts
+at I = 256.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from ._emulated import emulated
 from ._forward import MANY, Exact, Layer, exact
 
 # Relative L2 of the kernel against the emulation, over a rank's tokens and over an expert's.
-TOLERANCE = 6e-3
+TOLERANCE = 1e-2
 # Error against fp64 as a share of the emulation's own.
 SHARE = 1.05
 
 
 def token_tolerance(intermediate: int) -> float:
-    """Of one token, by its parts: one turned code of an element four times the usual changes so much of them."""
-    return max(1e-2, 2.0**-3 * 4 / intermediate**0.5)
+    """Of one token, by its parts: one turned code of an element eight times the usual changes so much of them."""
+    return max(2e-2, 2.0**-3 * 8 / intermediate**0.5)
 
 
 def why_no_kernel() -> str | None:
