@@ -60,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="OUT",
         help="instead of timing, record what every role of a fused kernel does in one call: print a summary, write "
-        "OUT.json for Perfetto and draw OUT.png; takes --shape, --tokens, --virtual-ranks and one --direction, forward "
-        "(default) or backward",
+        "OUT.json for Perfetto and draw OUT.png; takes --tokens, --virtual-ranks, one --shape, one --precision and one "
+        "--direction, forward (default) or backward",
     )
     add(
         "--virtual-ranks",
@@ -104,7 +104,6 @@ def _report(row: schema.Row, first: bool) -> None:
 _NOT_WITH_TRACE = (
     "backend",
     "protocol",
-    "precision",
     "part",
     "dtype",
     "dw_dtype",
@@ -129,8 +128,17 @@ def _trace_options(words: argparse.Namespace) -> kernel_ranks.Options:
         raise ValueError(
             f"direction: got {direction!r}, wanted one of {', '.join(kernel_ranks.DIRECTIONS)} to trace"
         )
+    if words.precision not in kernel_ranks.PRECISIONS:
+        known = ", ".join(kernel_ranks.PRECISIONS)
+        raise ValueError(f"precision: got {words.precision!r}, wanted one of {known} to trace")
     _check_tokens(words)
-    return kernel_ranks.Options(shape, words.tokens or shape.default_tokens, words.virtual_ranks, direction)
+    return kernel_ranks.Options(
+        shape,
+        words.tokens or shape.default_tokens,
+        words.virtual_ranks,
+        direction,
+        precision=words.precision,
+    )
 
 
 def _check_tokens(words: argparse.Namespace) -> None:

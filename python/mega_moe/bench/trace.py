@@ -72,8 +72,9 @@ def run(options: Options, files: Files, context: Context) -> int:
 
 def _title(options: Options, recorded: Recorded, device: str) -> str:
     return (
-        f"{options.shape.name} {options.direction}, T={options.tokens} x {options.num_ranks} ranks of "
-        f"{recorded.num_sms} SMs, {device}: {recorded.plain_us:.1f} us, traced {recorded.traced_us:.1f} us"
+        f"{options.shape.name} {options.precision} {options.direction}, "
+        f"T={options.tokens} x {options.num_ranks} ranks of {recorded.num_sms} SMs, {device}: "
+        f"{recorded.plain_us:.1f} us, traced {recorded.traced_us:.1f} us"
     )
 
 

@@ -35,10 +35,12 @@ def why_no_trace(options: Options, device: torch.device) -> list[str]:
     known = facts.collect(device)
     if device.type == "cuda" and known.library_loaded:
         serving = "{}{}".format(*(known.compute_capability or (0, 0)))
-        tracing = (v for v in known.variants if v.op == f"{options.direction}_trace")
+        wanted = (f"{options.direction}_trace", options.kernel_precision)
+        tracing = (v for v in known.variants if (v.op, v.precision) == wanted)
         if not any(variant.architecture.rstrip("af") == serving for variant in tracing):
             reasons.append(
-                f"this wheel holds no tracing variant of the {options.direction} kernel for sm_{serving}"
+                f"this wheel holds no tracing variant of the {options.kernel_precision} {options.direction} kernel for "
+                f"sm_{serving}"
             )
     return reasons
 

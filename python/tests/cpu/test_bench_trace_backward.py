@@ -157,6 +157,6 @@ def test_the_tool_judges_it(
         trace.run(options, trace.Files.of(tmp_path / "t"), Context(torch.device("cpu"), None, 0, 1)) == status
     )
     said = capsys.readouterr().out
-    assert "tiny backward, T=65 x 1 ranks of 2 SMs" in said
+    assert "tiny bf16 backward, T=65 x 1 ranks of 2 SMs" in said
     assert ("schedule: right, each of 20 products once" in said) is (status == 0)
     assert ("load dx e0 m0 n0: began at 100 ns" in said) is (status == 1)

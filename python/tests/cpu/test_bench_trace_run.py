@@ -53,8 +53,11 @@ def test_without_a_tracing_variant_the_reason_is_said(
     tracing = tuple(Variant(f"{direction}_trace", name, "bf16", 256, 128) for name in architectures)
     monkeypatch.setattr(facts, "collect", lambda *_: replace(H200, variants=(*H200.variants, *tracing)))
     options = kernel_ranks.Options(SHAPES["30B"], 128, 1, direction)
-    reason = f"this wheel holds no tracing variant of the {direction} kernel for sm_90"
+    reason = f"this wheel holds no tracing variant of the bf16 {direction} kernel for sm_90"
     assert trace_run.why_no_trace(options, torch.device("cuda", 0)) == ([] if held else [reason])
+    quantised = replace(options, precision="fp8_bwd" if direction == "backward" else "fp8")
+    reason = f"this wheel holds no tracing variant of the fp8 {direction} kernel for sm_90"
+    assert reason in trace_run.why_no_trace(quantised, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,7 @@ def test_without_a_tracing_variant_the_reason_is_said(
             ["--direction", "forward,backward"],
             "direction: got 'forward,backward', wanted one of forward, backward",
         ),
+        (["--precision", "bf16,fp8"], "precision: got 'bf16,fp8', wanted one of bf16, fp8"),
         (["--tokens", "0"], "tokens: got 0, wanted at least 1"),
         (["--virtual-ranks", "3"], "want a multiple of the 3 ranks"),
         (["--virtual-ranks", "0"], "num_ranks: got 0"),
@@ -108,7 +112,7 @@ def test_run_writes_what_it_says(
 ) -> None:
     assert run(schedule(), tmp_path / "t", monkeypatch) == 0
     said = capsys.readouterr()
-    assert "tiny forward, T=65 x 1 ranks of 2 SMs" in said.out
+    assert "tiny bf16 forward, T=65 x 1 ranks of 2 SMs" in said.out
     assert "schedule: right, each of 6 products once and after what it reads" in said.out
     drawn = importlib.util.find_spec("matplotlib") is not None
     assert (tmp_path / "t.json").is_file()
