@@ -41,7 +41,7 @@ MUST_DESCRIBE = ("licenses/LICENSE", "licenses/NOTICE", finish_wheel.SBOM, "META
 ALLOWED_FILE = re.compile(r"mega_moe/(?:[\w/]+\.py|py\.typed|_lib/[\w.]+)|mega_moe-[^/]+\.dist-info/.+")
 ALLOWED_IN_LIB = {LIBRARY, VARIANTS, BUILD, WHEEL_RECORD}
 FORBIDDEN_PART = {"tests", "test", "benchmarks", "kernels", "__pycache__"}
-BUILD_KEYS = {"version", "cuda", "architectures", "torch_target", "kernels_sha256"}
+BUILD_KEYS = {"version", "cuda", "architectures", "torch_target", "kernels_sha256", "code"}
 
 
 def name_faults(name: str) -> list[str]:
@@ -157,6 +157,20 @@ def cuobjdump(option: str, library: Path) -> list[str]:
     return re.findall(r"file\s+\d+: (\S+)", run.stdout)
 
 
+def code_faults(variants: str, build: dict[str, object]) -> list[str]:
+    """Whether build.json has the hash of the code of every variant, by which benchmark results are judged."""
+    want = sorted(variant["name"] for variant in tomllib.loads(variants)["variant"])
+    code = build.get("code")
+    got = sorted(code) if isinstance(code, dict) else code
+    if not isinstance(code, dict) or got != want:
+        return [f"code in build.json is of {got}, variants.toml lists {want}"]
+    return [
+        f"code in build.json is {digest!r} for {name}, must be 64 hex digits"
+        for name, digest in code.items()
+        if not re.fullmatch(r"[0-9a-f]{64}", str(digest))
+    ]
+
+
 def stable_abi_faults(library: Path, floor: object) -> list[str]:
     """The verdict of torch-abi-audit, which knows in which torch each function of the stable ABI appeared."""
     command = [tool("torch-abi-audit"), str(library), "-v", "--check", "torch"]
@@ -201,6 +215,7 @@ def check(path: Path) -> list[str]:
     version = match["version"] if match else None
     metadata, wheel = (files[f"{info}/{name}"].decode() for name in ("METADATA", "WHEEL"))
     faults += metadata_faults(metadata, wheel, build, version)
+    faults += code_faults(files[VARIANTS].decode(), build)
     if match:
         faults += label_faults(files, build, version) + platform_faults(
             path, int(match["glibc"]), match["machine"]

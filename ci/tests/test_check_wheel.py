@@ -104,6 +104,8 @@ def test_the_built_wheel_passes(wheel: Path, tmp_path: Path) -> None:
         (replace("variants.toml", '"90a"', '"100a"'), "cubins are for ['90a'], variants.toml lists ['100a']"),
         (replace("build.json", '"90a"', '"100a"'), "build.json lists ['100a'], variants.toml ['90a']"),
         (replace("build.json", '"kernels_sha256"', '"sha"'), "build.json has"),
+        (replace("build.json", '"sm90_route": "', '"route": "'), "code in build.json is of"),
+        (replace("build.json", '"sm90_route": "', '"sm90_route": "-'), "for sm90_route, must be 64 hex"),
         (replace("build.json", '"2.10"', '"2.9"'), "needs torch 2.10, build.json says 2.9"),
         (
             replace("build.json", '"version": "0.1.0"', '"version": ""'),
@@ -124,6 +126,18 @@ def test_refuses(
 ) -> None:
     faults = rewritten(wheel, tmp_path, change)
     assert any(reason in fault for fault in faults), faults
+
+
+def test_the_code_of_every_variant_is_hashed() -> None:
+    """Without a wheel too: what is wrong with the hashes alone."""
+    variants = '[[variant]]\nname = "a"\n[[variant]]\nname = "b"\n'
+    right = {"a": "1" * 64, "b": "2" * 64}
+    assert check_wheel.code_faults(variants, {"code": right}) == []
+    for code in (None, "x", {"a": "1" * 64}, {**right, "c": "3" * 64}):
+        (fault,) = check_wheel.code_faults(variants, {"code": code})
+        assert fault.endswith("variants.toml lists ['a', 'b']")
+    (fault,) = check_wheel.code_faults(variants, {"code": {**right, "b": "2"}})
+    assert fault == "code in build.json is '2' for b, must be 64 hex digits"
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ device::RouteParams make_route_params(const RouteProblem& problem) noexcept {
     p.max_tokens = static_cast<std::int32_t>(shape.max_tokens);
     p.max_blocks = static_cast<std::int32_t>(layout::num_blocks(shape.max_tokens));
     p.chunk_limit = local.limit();
+    p.most_in_one = local.most_in_one();
     p.one_chunk = local.chunks() == 1;
     p.idx_is_64_bit = problem.idx_is_64_bit;
     p.weights_are_bf16 = problem.weights_are_bf16;

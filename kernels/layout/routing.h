@@ -55,6 +55,12 @@ MEGA_MOE_LAW std::int64_t chunk_limit(std::int64_t pool_rows, std::int64_t num_l
     return pool_rows - num_local * (kPadRows - 1);
 }
 
+// Rows that are one chunk, whatever the limit of others, because both pools together hold them: an expert's
+// weights are then read once, and no sum of its gradients waits in memory for the next chunk.
+MEGA_MOE_LAW std::int64_t joined_limit(std::int64_t pool_rows, std::int64_t num_local) {
+    return 2 * pool_rows - num_local * (kPadRows - 1);
+}
+
 // Two neighbours together exceed the limit, or they would be one chunk.
 MEGA_MOE_LAW std::int64_t max_chunks(std::int64_t max_rows, std::int64_t limit, std::int64_t blocks) {
     const std::int64_t by_rows = 2 * (max_rows / (limit + 1)) + 1;

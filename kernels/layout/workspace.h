@@ -29,6 +29,11 @@ struct WorkspaceShape {
     MEGA_MOE_LAW std::int64_t chunks() const {
         return layout::max_chunks(max_rows(), limit(), num_blocks(max_tokens));
     }
+    // Pools of the smallest size are not joined, so that few rows make many chunks: for tests.
+    MEGA_MOE_LAW std::int64_t most_in_one() const {
+        const bool joined = pools() == 2 && pool_rows >= smallest_pool() + kPadRows;
+        return joined ? joined_limit(pool_rows, num_local) : limit();
+    }
     MEGA_MOE_LAW std::int64_t max_slots() const { return chunk_first_slot(max_rows(), chunks(), num_local); }
     // A chunk is filled while the one before it is worked off.
     MEGA_MOE_LAW std::int64_t pools() const { return chunks() > 1 ? 2 : 1; }

@@ -4,8 +4,9 @@
     python python/benchmarks/report.py --check   exits 1 when either is not what it would write
 
 The newest result of each device and number of ranks counts; those of `mega-moe bench step` lie in results/steps, and
-the newest of each model, device and number of ranks counts. A row is stale when kernels/ has changed since it was
-measured. Needs the standard library alone, and matplotlib to draw.
+the newest of each model, device and number of ranks counts. A row is stale when a kernel that it launches has changed
+since it was measured: see staleness.py. Needs the standard library alone, for Python 3.10 tomli too, and matplotlib to
+draw.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def load(path: Path) -> ModuleType:
 
 
 schema = load(ROOT / "python/mega_moe/bench/schema.py")
-hash_kernels = load(ROOT / "kernels/hash_kernels.py")
+staleness = load(ROOT / "python/benchmarks/staleness.py")
 
 
 def newest(folder: Path) -> list:
@@ -76,34 +77,30 @@ def newest_steps(folder: Path) -> list:
     return found
 
 
-def report(results: list, kernels_sha256: str, steps: Sequence = ()) -> str:
+def report(results: list, kernels: Any, steps: Sequence = ()) -> str:
     """What stands between the markers."""
     if not results and not steps:
         return NONE_YET
-    sections = [section(result, kernels_sha256) for result in results]
-    sections += [step_section(result, kernels_sha256) for result in steps]
+    sections = [section(result, kernels) for result in results]
+    sections += [step_section(result, kernels) for result in steps]
     if not results:
         return "\n\n".join(sections)
     return "\n\n".join([f"![TF/s of the layer by backend]({PLOT.as_posix()})", *sections])
 
 
-def section(result, kernels_sha256: str) -> str:
+def section(result, kernels) -> str:
     """One result: where and with what, its table, what was refused."""
     where = result.environment
-    stale = where.kernels_sha256 != kernels_sha256
     ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
     head = (
         f"**{where.device}{ranks}**, {where.date[:10]}, torch {where.torch}, driver {where.driver or 'unknown'}, "
         f"kernels {short(where.kernels_sha256)}, wheel {short(where.wheel_sha256)}. "
         "Two numbers are burst / sustained: 10 ms after a pause / at least 0.3 s back to back."
     )
-    lines = [
-        head,
-        "",
-        *table(result, stale),
-    ]
-    if stale:
-        lines += ["", f"stale: the present `kernels/` is {short(kernels_sha256)}, not what was measured."]
+    rows, changed = table(result, kernels)
+    lines = [head, "", *rows]
+    if changed:
+        lines += ["", staleness.footnote(changed, kernels)]
     missing = absent(result)
     if (where.num_ranks, where.device) == PUBLISHED_ON:
         lines += ["", PUBLISHED]
@@ -113,7 +110,7 @@ def section(result, kernels_sha256: str) -> str:
     return "\n".join(lines)
 
 
-def step_section(result, kernels_sha256: str) -> str:
+def step_section(result, kernels) -> str:
     """One run of `mega-moe bench step`: where, its table, what was refused."""
     where = result.environment
     ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
@@ -130,11 +127,13 @@ def step_section(result, kernels_sha256: str) -> str:
         "| backend | precision | step s | tokens/s per GPU | MFU | MoE s | MoE forwards | peak GiB | load max/mean |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    stale = " (stale)" if where.kernels_sha256 != kernels_sha256 else ""
+    changed: list[str] = []
     for row in result.rows:
         if row.status == "measured":
+            old = staleness.changed(row, where, kernels)
+            changed += old
             columns = [
-                f"{row.backend}{stale}",
+                f"{row.backend} (stale)" if old else row.backend,
                 row.precision,
                 f"{row.seconds:.3f}",
                 f"{row.tokens_per_s:.0f}",
@@ -145,8 +144,8 @@ def step_section(result, kernels_sha256: str) -> str:
                 f"{row.load_max_over_mean:.2f}",
             ]
             lines.append(f"| {' | '.join(columns)} |")
-    if stale:
-        lines += ["", f"stale: the present `kernels/` is {short(kernels_sha256)}, not what was measured."]
+    if changed:
+        lines += ["", staleness.footnote(changed, kernels)]
     missing = [
         f"- {row.status}: {row.backend}: {'; '.join(row.reasons)}"
         for row in result.rows
@@ -166,8 +165,8 @@ def short(sha256: str | None) -> str:
     return "unknown" if sha256 is None else f"`{sha256[:12]}`"
 
 
-def table(result, stale: bool) -> list[str]:
-    """One line per thing measured, its protocols side by side."""
+def table(result, kernels) -> tuple[list[str], list[str]]:
+    """One line per thing measured, its protocols side by side, and what has changed since for the stale ones."""
     groups: dict[tuple[str, ...], list] = {}
     for row in result.rows:
         if row.outcome.status == "measured":
@@ -176,6 +175,7 @@ def table(result, stale: bool) -> list[str]:
         "| what | backend | direction | ms | rate | of ceiling | MHz | dW | reserved SMs |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
+    changed: list[str] = []
     for (what, backend, direction, unit, dw, reserved), rows in groups.items():
         rows.sort(key=lambda row: row.outcome.timing.protocol)
         columns = [
@@ -184,9 +184,11 @@ def table(result, stale: bool) -> list[str]:
             " / ".join(percent(row) for row in rows),
             " / ".join(mhz(row) for row in rows),
         ]
-        name = f"{what} (stale)" if stale else what
+        old = staleness.changed(rows[0], result.environment, kernels)
+        changed += old
+        name = f"{what} (stale)" if old else what
         lines.append(f"| {' | '.join([name, backend, direction, *columns, dw, reserved])} |")
-    return lines
+    return lines, changed
 
 
 def subject(row) -> tuple[str, ...]:
@@ -278,11 +280,11 @@ def stamp_of(png: Path) -> str | None:
     return None
 
 
-def faults(root: Path, results: list, kernels_sha256: str, steps: Sequence = ()) -> list[str]:
+def faults(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> list[str]:
     """What `--check` refuses: a README or a plot that does not come from the results."""
     found = []
     readme = (root / "README.md").read_text(encoding="utf-8")
-    if with_report(readme, report(results, kernels_sha256, steps)) != readme:
+    if with_report(readme, report(results, kernels, steps)) != readme:
         found.append("README.md: the benchmark table is not what results/ and kernels/ give")
     plot = root / PLOT
     if results and not plot.is_file():
@@ -294,10 +296,10 @@ def faults(root: Path, results: list, kernels_sha256: str, steps: Sequence = ())
     return found
 
 
-def write(root: Path, results: list, kernels_sha256: str, steps: Sequence = ()) -> None:
+def write(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> None:
     readme, plot = root / "README.md", root / PLOT
     readme.write_text(
-        with_report(readme.read_text(encoding="utf-8"), report(results, kernels_sha256, steps)),
+        with_report(readme.read_text(encoding="utf-8"), report(results, kernels, steps)),
         encoding="utf-8",
     )
     if results:
@@ -317,11 +319,11 @@ def main(argv: list[str], root: Path = ROOT) -> int:
     words = parser.parse_args(argv)
     results = newest(root / "python/benchmarks/results")
     steps = newest_steps(root / "python/benchmarks/results/steps")
-    kernels_sha256 = hash_kernels.hash_kernels(root / "kernels")
+    kernels = staleness.Kernels.of(root / "kernels")
     if not words.check:
-        write(root, results, kernels_sha256, steps)
+        write(root, results, kernels, steps)
         return 0
-    found = faults(root, results, kernels_sha256, steps)
+    found = faults(root, results, kernels, steps)
     for fault in found:
         print(f"{fault}; run: python python/benchmarks/report.py", file=sys.stderr)
     return 1 if found else 0

@@ -37,8 +37,9 @@ struct RouteParams {
     std::int32_t max_tokens;
     std::int32_t max_blocks;
     std::int64_t chunk_limit;
-    std::uint32_t call;  // what this launch is, see layout/routing.h
-    bool one_chunk;      // the limit holds all rows that can come
+    std::int64_t most_in_one;  // rows of all that are one chunk
+    std::uint32_t call;        // what this launch is, see layout/routing.h
+    bool one_chunk;            // the limit holds all rows that can come
     bool idx_is_64_bit;
     bool weights_are_bf16;
     bool weighted;

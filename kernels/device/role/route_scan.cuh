@@ -101,7 +101,7 @@ __device__ __forceinline__ void sum_blocks(const RouteParams& p, RouteMemory& m,
 
 // The block after the last of the chunk that starts at block `first`: the longest run within the limit.
 __device__ __forceinline__ int chunk_end(const RouteParams& p, const RouteMemory& m, int first, int blocks) {
-    if (p.one_chunk || blocks == 0) return blocks;
+    if (p.one_chunk || blocks == 0 || m.state.all_rows <= p.most_in_one) return blocks;
     const std::int64_t most = m.before[first] + p.chunk_limit;
     if (m.state.all_rows <= most) return blocks;
     int fits = first + 1;  // a single block always does

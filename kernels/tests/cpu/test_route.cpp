@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <random>
 #include <tuple>
 #include <vector>
@@ -57,6 +58,9 @@ void check_canaries(const std::uint8_t* base, const mega_moe::LayoutTable& table
         if (i < table.count) next = table.parts[i].offset + table.parts[i].bytes;
     }
 }
+
+// Tables whose one chunk takes both pools.
+int joined_tables = 0;
 
 struct World {
     RouteShape shape;
@@ -144,13 +148,22 @@ void check_tables(World& world, std::size_t rank, const Ids& ids) {
     };
     const auto held = [&](std::int64_t e) { return e >= 0 && e < num_local; };
 
-    // Chunks: greedy runs of blocks.
-    const std::int64_t limit = s.pool_rows - num_local * 127;
     std::vector<std::int64_t> rows_of_block(static_cast<std::size_t>((most + 127) / 128), 0);
     for (std::size_t r = 0; r < ids.size(); ++r)
         for (std::int64_t t = 0; t < tokens_of(r); ++t)
             for (std::int64_t k = 0; k < s.top_k; ++k)
                 if (held(local(r, t, k))) ++rows_of_block[static_cast<std::size_t>(t / 128)];
+    // Chunks: greedy runs of blocks, or one where both pools hold all rows.
+    std::int64_t limit = s.pool_rows - num_local * 127;
+    const std::int64_t rows_of_all =
+        std::accumulate(rows_of_block.begin(), rows_of_block.end(), std::int64_t{0});
+    const bool two_pools = s.max_tokens > 128 && s.max_tokens * s.num_ranks * s.top_k > limit;
+    const bool joined = two_pools && s.pool_rows > mega_moe::smallest_pool_rows(s) &&
+                        rows_of_all <= 2 * s.pool_rows - num_local * 127;
+    if (joined && rows_of_all > limit) {
+        limit = rows_of_all;
+        ++joined_tables;
+    }
     std::vector<std::int64_t> cuts{0};
     std::int64_t in_chunk = 0;
     for (std::size_t b = 0; b < rows_of_block.size(); ++b) {
@@ -230,7 +243,7 @@ void check_tables(World& world, std::size_t rank, const Ids& ids) {
             all_rows[static_cast<std::size_t>(e)] += static_cast<std::int64_t>(list.size());
             slot += layout::pad_rows(static_cast<std::int64_t>(list.size()));
         }
-        CHECK(slot - first_slot <= s.pool_rows, "a chunk overflows the pool");
+        CHECK(slot - first_slot <= (joined ? 2 : 1) * s.pool_rows, "a chunk overflows the pool");
         CHECK((slot) * 8 <= world.workspace.parts[layout::kSlots].bytes, "slots overflow their table");
         for (const bool last : {false, true}) {
             const auto& lists = last ? by_last : by_first;
@@ -321,10 +334,17 @@ Ids make_ids(std::mt19937& random, const RouteShape& s, const std::vector<std::i
     return ids;
 }
 
+// A pool of more than the smallest size may be joined with the other.
+enum class Pool { kSmallest, kJoining, kLargest };
+
 RouteShape make_shape(std::int64_t max_tokens, std::int64_t top_k, std::int64_t experts, std::int64_t ranks,
-                      bool small_pool) {
+                      Pool pool) {
     RouteShape s{max_tokens, top_k, experts, 128, 0, ranks, 0, false, false, true, false, false};
-    s.pool_rows = small_pool ? mega_moe::smallest_pool_rows(s) : mega_moe::largest_pool_rows(s);
+    const std::int64_t smallest = mega_moe::smallest_pool_rows(s);
+    const std::int64_t largest = mega_moe::largest_pool_rows(s);
+    s.pool_rows = pool == Pool::kSmallest  ? smallest
+                  : pool == Pool::kLargest ? largest
+                                           : std::min(smallest + 128, largest);
     return s;
 }
 
@@ -338,8 +358,8 @@ void test_grid() {
         {300, 3, 12, 3, {2, 3, 1}}, {260, 2, 16, 8, {1, 2}}, {40, 6, 64, 32, {1}},
     };
     for (const auto& c : cases)
-        for (const bool small_pool : {false, true}) {
-            World world(make_shape(c.max_tokens, c.top_k, c.experts, c.ranks, small_pool));
+        for (const Pool pool : {Pool::kSmallest, Pool::kJoining, Pool::kLargest}) {
+            World world(make_shape(c.max_tokens, c.top_k, c.experts, c.ranks, pool));
             for (const Routing routing : {Routing::kRandom, Routing::kOneExpert, Routing::kOneRank,
                                           Routing::kMasked, Routing::kDuplicates}) {
                 std::vector<std::int64_t> tokens;
@@ -356,11 +376,12 @@ void test_grid() {
             world.launch(none, c.ctas);
             check_all(world, none);
         }
+    CHECK(joined_tables > 0, "no case whose one chunk takes both pools");
 }
 
 void test_faults() {
     std::mt19937 random(3);
-    const RouteShape shape = make_shape(300, 4, 16, 2, false);
+    const RouteShape shape = make_shape(300, 4, 16, 2, Pool::kLargest);
     {  // A bad id is masked, reported once, and harms no later launch.
         World world(shape);
         Ids ids = make_ids(random, shape, {300, 200}, Routing::kRandom);

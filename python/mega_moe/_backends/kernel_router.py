@@ -8,7 +8,7 @@ from torch import Tensor
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.summary import Routing, routing_of
 from mega_moe._backends.symmetric import workspace_layout
-from mega_moe._backends.tables import PAD_ROWS, Tables
+from mega_moe._backends.tables import Tables
 
 
 class KernelRouter:
@@ -91,11 +91,3 @@ class KernelRouter:
         """``[M]`` fp32: routing weight of each row of ``tables``, in slot order."""
         slots = workspace_layout(self.shape).view(self._kernels.memory[1], "slots", torch.int64)
         return (slots[tables.slot] >> 32).to(torch.int32).view(torch.float32)
-
-    def limit(self) -> int:
-        """Rows of a chunk at most, as ``plain_tables`` takes it."""
-        shape = self.shape
-        most = shape.max_tokens * shape.num_ranks * shape.top_k
-        if not shape.pool_rows:
-            return most
-        return shape.pool_rows - shape.num_local_experts * (PAD_ROWS - 1)

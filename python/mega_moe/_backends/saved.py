@@ -40,7 +40,7 @@ class SavedRows:
         local = shape.num_local_experts
         own = shape.max_tokens * shape.top_k
         every = own * shape.num_ranks
-        limit = shape.pool_rows - local * (PAD_ROWS - 1) if shape.pool_rows else every
+        limit, _ = shape.chunk_limits()
         return cls(math.ceil(share * _PARTS), shape.top_k, every - own, limit, local * PAD_ROWS)
 
     @property

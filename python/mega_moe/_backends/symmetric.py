@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.control import Control
+from mega_moe._backends.tables import BLOCK_TOKENS, PAD_ROWS
 from mega_moe._base.errors import MegaMoEError
 from mega_moe._ops import library
 
@@ -45,6 +46,21 @@ class Shape:
     def backward_form(self) -> int:
         """As the operators take it: 0 without a backward, 1 with one in bf16, 2 in fp8."""
         return int(self.backward) + int(self.backward and self.quantise_backward)
+
+    def chunk_limits(self) -> tuple[int, int]:
+        """Rows of a chunk at most, and rows that are one chunk in any case: ``plain_tables`` takes both.
+
+        The law is that of kernels/layout/workspace.h: one chunk may take both pools.
+        """
+        every = self.max_tokens * self.num_ranks * self.top_k
+        if not self.pool_rows:
+            return every, every
+        padding = self.num_local_experts * (PAD_ROWS - 1)
+        limit = self.pool_rows - padding
+        two_pools = every > limit and self.max_tokens > BLOCK_TOKENS
+        smallest = min(self.max_tokens, BLOCK_TOKENS) * self.num_ranks * self.top_k + padding
+        joined = two_pools and self.pool_rows >= smallest + PAD_ROWS
+        return limit, 2 * self.pool_rows - padding if joined else limit
 
     def arguments(self) -> tuple[Any, ...]:
         """As the layout operators take them."""

@@ -40,10 +40,13 @@ class Tables(NamedTuple):
     tokens: Tensor  # int32 [R]
 
 
-def plain_tables(ids: Sequence[Tensor], rank: int, num_experts: int, limit: int) -> Tables:
+def plain_tables(
+    ids: Sequence[Tensor], rank: int, num_experts: int, limit: int, most_in_one: int = 0
+) -> Tables:
     """Tables of ``rank`` from ``ids``: one ``[T, K]`` integer tensor per rank, -1 for masked slots.
 
-    ``limit``: rows of a chunk at most, unless a single block has more.
+    ``limit``: rows of a chunk at most, unless a single block has more. ``most_in_one``: so many rows in all are one
+    chunk, whatever ``limit`` is.
     """
     num_ranks, top_k, device = len(ids), ids[0].shape[1], ids[0].device
     num_local = num_experts // num_ranks
@@ -56,7 +59,8 @@ def plain_tables(ids: Sequence[Tensor], rank: int, num_experts: int, limit: int)
     held = (grid >= 0) & (local >= 0) & (local < num_local)
     token, source_rank, slot = held.nonzero().unbind(1)
     expert = local[held]
-    cuts = _cuts(token // BLOCK_TOKENS, (most + BLOCK_TOKENS - 1) // BLOCK_TOKENS, limit)
+    in_chunk = len(token) if len(token) <= most_in_one else limit
+    cuts = _cuts(token // BLOCK_TOKENS, (most + BLOCK_TOKENS - 1) // BLOCK_TOKENS, in_chunk)
     num_chunks = len(cuts) - 1
     bounds = torch.tensor(cuts[1:], device=device) * BLOCK_TOKENS
 

@@ -36,7 +36,7 @@ def torch_version() -> tuple[int, int]:
 
 @functools.cache
 def build_record() -> dict[str, Any]:
-    """build.json of the wheel (CUDA version, architectures, hash of the kernel sources); empty when it is missing."""
+    """build.json of the wheel (CUDA version, architectures, hashes of the kernel sources); empty when it is missing."""
     return _json("build.json")
 
 

@@ -14,6 +14,7 @@ import torch
 
 import mega_moe
 from mega_moe._backends import facts
+from mega_moe._ops import library
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.schema import Environment
 
@@ -42,7 +43,19 @@ def describe(context: Context, wheel: Path | None) -> Environment:
         kernels_reason=None
         if known.kernels_sha256
         else (known.library_reason or "build.json holds no kernels_sha256"),
+        code=kernel_code(known.compute_capability),
     )
+
+
+def kernel_code(capability: tuple[int, int] | None) -> dict[str, str] | None:
+    """sha256 of the code of each compiled kernel that a device of `capability` runs; None where the loaded library does
+    not say."""
+    recorded = library.status().build.get("code")
+    if recorded is None:
+        return None
+    architecture = None if capability is None else "{}{}".format(*capability)
+    runs = {v["name"] for v in library.variants() if v["architecture"].rstrip("af") == architecture}
+    return {name: digest for name, digest in recorded.items() if name in runs}
 
 
 def driver_version(path: Path) -> str | None:

@@ -11,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -233,6 +233,8 @@ class Environment:
     wheel_reason: str | None
     kernels_sha256: str | None
     kernels_reason: str | None
+    code: Mapping[str, str] | None = None
+    """sha256 of the code of each compiled kernel that the device can run, by variant; null: not known."""
 
     def __post_init__(self) -> None:
         date = re.fullmatch(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z", self.date)
@@ -243,6 +245,9 @@ class Environment:
             known = digest is None or re.fullmatch(r"[0-9a-f]{64}", digest) is not None
             _require(known, f"{name}_sha256", digest, "64 hex digits or null")
             _require_reason(name, digest, reason)
+        for name, digest in (self.code or {}).items():
+            known = re.fullmatch(r"[0-9a-f]{64}", digest) is not None
+            _require(known, f"code.{name}", digest, "64 hex digits")
 
 
 @dataclass(frozen=True)
@@ -329,9 +334,11 @@ def dumps(result: Result | StepResult) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries. A field whose null is the default is left out: older files lack it."""
+    """Dataclasses and mappings as dictionaries. A field whose null is the default is left out: older files lack it."""
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: plain(value[name]) for name in sorted(value)}
     if not dataclasses.is_dataclass(value):
         return value
     fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
@@ -389,6 +396,9 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         _require(isinstance(value, list), where, value, "a list")
         return tuple(_decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin is Mapping:
+        _require(isinstance(value, dict), where, value, "an object")
+        return {name: _decode(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin in (typing.Union, types.UnionType):
         return _decode_union(arguments, value, where)
     if kind is float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from mega_moe._backends import facts
-from mega_moe._backends.kernel_router import KernelRouter
 from mega_moe._backends.tables import plain_tables
 from mega_moe.bench.kernel_ranks import KernelRanks, Options, why_not
 from mega_moe.bench.trace_events import Trace, read
@@ -83,7 +82,7 @@ def _wanted(options: Options, ranks: KernelRanks) -> Wanted:
     shape = options.shape
     ids = [inputs.topk_idx for inputs in ranks.inputs]
     tables = [
-        plain_tables(ids, rank, shape.num_experts, KernelRouter(kernels).limit())
+        plain_tables(ids, rank, shape.num_experts, *kernels.shape.chunk_limits())
         for rank, kernels in enumerate(ranks.kernels)
     ]
     rows, slots = [t.expert_rows for t in tables], [t.expert_slots for t in tables]

@@ -106,6 +106,15 @@ def sample(**environment: Any) -> Result:
 
 def test_round_trip() -> None:
     assert schema.loads(schema.dumps(sample())) == sample()
+    with_code = sample(code={"two": "2" * 64, "one": "1" * 64})
+    assert schema.loads(schema.dumps(with_code)) == with_code
+    assert list(json.loads(schema.dumps(with_code))["environment"]["code"]) == ["one", "two"]
+
+
+def test_a_result_without_code_is_read_and_written_as_it_was() -> None:
+    text = schema.dumps(sample())
+    assert '"code"' not in text
+    assert schema.loads(text).environment.code is None
 
 
 def test_read_names_the_file(tmp_path: Path) -> None:
@@ -185,6 +194,9 @@ def drop_environment(data: Any) -> None:
             r"environment.kernels_reason: got None, wanted a reason",
         ),
         (change("environment.num_ranks", 0), r"environment.num_ranks: got 0, wanted at least 1"),
+        (change("environment.code", ["a"]), r"environment.code: got \['a'\], wanted an object"),
+        (change("environment.code", {"a": 1}), r"environment.code.a: got 1, wanted str"),
+        (change("environment.code", {"a": "b"}), r"environment.code.a: got 'b', wanted 64 hex digits"),
     ],
 )
 def test_a_wrong_result_is_refused(fault: Callable[[Any], None], message: str) -> None:
@@ -233,10 +245,10 @@ def report() -> Any:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A tree with a README, one kernel and no result."""
+    """A tree with a README, the kernels and no result."""
     (tmp_path / "README.md").write_text(README)
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels/one.cu").write_text("// one\n")
+    left_out = shutil.ignore_patterns("build", "bench", "tests", "__pycache__")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=left_out)
     (tmp_path / "python/benchmarks/results").mkdir(parents=True)
     return tmp_path
 
@@ -245,8 +257,10 @@ def put(project: Path, name: str, result: Result) -> None:
     (project / "python/benchmarks/results" / name).write_text(schema.dumps(result))
 
 
-def kernels_hash(report: Any, project: Path) -> str:
-    return str(report.hash_kernels.hash_kernels(project / "kernels"))
+def hashes(report: Any, project: Path) -> dict[str, Any]:
+    """What the environment of a result says that was measured with the kernels of `project`."""
+    kernels = report.staleness.Kernels.of(project / "kernels")
+    return {"kernels_sha256": kernels.sha256, "code": kernels.code}
 
 
 def test_without_results_the_readme_says_so_in_one_line(report: Any, project: Path) -> None:
@@ -262,7 +276,7 @@ def test_without_results_the_readme_says_so_in_one_line(report: Any, project: Pa
 
 def test_table_and_plot_come_from_the_results(report: Any, project: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
-    put(project, "a.json", sample(kernels_sha256=kernels_hash(report, project)))
+    put(project, "a.json", sample(**hashes(report, project)))
     assert report.main([], project) == 0
     text = (project / "README.md").read_text()
     assert text.startswith("# Project\n")
@@ -279,21 +293,20 @@ def test_table_and_plot_come_from_the_results(report: Any, project: Path) -> Non
 
 def test_rows_are_stale_once_a_kernel_has_changed(report: Any, project: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
-    put(project, "a.json", sample(kernels_sha256=kernels_hash(report, project)))
+    put(project, "a.json", sample(**hashes(report, project)))
     report.main([], project)
-    (project / "kernels/one.cu").write_text("// another\n")
+    kernel = project / "kernels/device/kernel/sm90_stage.cuh"
+    kernel.write_text(f"// Another comment.\n{kernel.read_text()}")
+    assert report.main(["--check"], project) == 0
+    kernel.write_text(f"{kernel.read_text()}constexpr int kNew = 1;\n")
     assert report.main(["--check"], project) == 1
     report.main([], project)
     text = (project / "README.md").read_text()
+    assert "| staging fp8, T 16384, H 2048 (stale) |" in text
     assert "| 30B, T 16384, bf16 (stale) | grouped |" in text
-    assert f"stale: the present `kernels/` is `{kernels_hash(report, project)[:12]}`" in text
+    assert "| product bfloat16: 8192^3 |" in text
+    assert "stale: `sm90_bf16_stage`, `sm90_fp8_stage` have changed since" in text
     assert report.main(["--check"], project) == 0
-
-
-def test_unknown_kernels_are_stale(report: Any) -> None:
-    result = sample(kernels_sha256=None, kernels_reason="not an installed wheel")
-    assert "(stale)" in report.report([result], "b" * 64)
-    assert "(stale)" not in report.report([sample()], "b" * 64)
 
 
 def test_check_refuses_a_planted_stale_readme(
@@ -430,13 +443,14 @@ def test_uneven_routing_and_peers_are_written_and_read() -> None:
 
 
 def test_uneven_routing_and_peers_in_the_readme(report: Any, project: Path) -> None:
-    text = report.report([uneven_and_peer()], "b" * 64)
+    kernels = report.staleness.Kernels("b" * 64, {}, {})
+    text = report.report([uneven_and_peer()], kernels)
     assert "| 30B, T 16384, bf16 | grouped | backward | 10 (burst) |" in text
     assert "| 30B, T 16384, bf16, 4x to rank 0 | grouped | backward | 40 (burst) |" in text
     assert "| 30B, T 16384, bf16 | other | forward | 8 (its own) | 150 TF/s | - |" in text
     assert "- failed: other: 30B, T 16384, bf16: no figure" in text
     assert "30B forward 12.0 -> 3.9 ms" in text
-    assert "12.0 -> 3.9" not in report.report([sample()], "b" * 64)
+    assert "12.0 -> 3.9" not in report.report([sample()], kernels)
     pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
     put(project, "a.json", uneven_and_peer())
     assert report.main([], project) == 0

@@ -6,12 +6,14 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mega_moe._ops import library
 from mega_moe.bench import main, schema
-from mega_moe.bench.environment import driver_version, wheel_hash
+from mega_moe.bench.environment import driver_version, kernel_code, wheel_hash
 from mega_moe.bench.layer import reservations
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.protocols import PROTOCOLS, HostTimer
@@ -203,6 +205,22 @@ def test_wheel_hash_is_that_of_the_named_file(tmp_path: Path) -> None:
     assert wheel_hash(wheel) == (hashlib.sha256(b"wheel").hexdigest(), None)
     digest, reason = wheel_hash(None)
     assert (digest is None) == (reason is not None)
+
+
+def test_code_is_that_of_the_kernels_that_the_device_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = ({"name": "a", "architecture": "90a"}, {"name": "b", "architecture": "100a"})
+    monkeypatch.setattr(library, "variants", lambda: variants)
+
+    def built(**build: Any) -> None:
+        monkeypatch.setattr(library, "status", lambda: library.LibraryStatus(True, None, "here", build))
+
+    built(code={"a": "1" * 64, "b": "2" * 64})
+    assert kernel_code((9, 0)) == {"a": "1" * 64}
+    assert kernel_code((10, 0)) == {"b": "2" * 64}
+    assert kernel_code((8, 0)) == {}
+    assert kernel_code(None) == {}
+    built()
+    assert kernel_code((9, 0)) is None
 
 
 def test_driver_version_is_read_from_the_kernel_module(tmp_path: Path) -> None:

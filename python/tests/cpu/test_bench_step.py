@@ -243,12 +243,13 @@ def test_the_readme_gets_the_newest_of_each_model(report: ModuleType, tmp_path: 
     }
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(schema.dumps(content))
-    text = report.report([], "b" * 64, report.newest_steps(tmp_path))
+    same, other = (report.staleness.Kernels(digest * 64, {}, {}) for digest in "bc")
+    text = report.report([], same, report.newest_steps(tmp_path))
     assert "9.000" not in text
     assert "| fused | bf16 | 3.250 | 8192 | 40.0% | 1.000 | 9 | 100.0 | 1.20 |" in text
     assert "| fused | bf16 | 4.500 | 8192 | - |" in text
     assert "- refused: deep_gemm: deep_gemm is not installed" in text
     assert "30B: 9 of 48 layers, sequence 16384 a GPU, EP 1" in text
     assert "stale" not in text
-    assert "fused (stale)" in report.report([], "c" * 64, report.newest_steps(tmp_path))
-    assert report.report([], "b" * 64, []) == report.NONE_YET
+    assert "fused (stale)" in report.report([], other, report.newest_steps(tmp_path))
+    assert report.report([], same, []) == report.NONE_YET

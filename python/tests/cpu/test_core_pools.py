@@ -12,7 +12,7 @@ from mega_moe._backends import plan
 from mega_moe._backends.kernel_build import kernel_shape
 from mega_moe._backends.pools import largest_pool_rows, pool_rows
 from mega_moe._backends.request import Request
-from mega_moe._backends.symmetric import symmetric_layout, workspace_layout
+from mega_moe._backends.symmetric import Shape, symmetric_layout, workspace_layout
 from mega_moe._ops import library
 
 from ._facts import FULL, STAGE_ONLY
@@ -68,12 +68,19 @@ def test_a_chunk_holds_a_block_and_no_more_than_everything() -> None:
         assert rows <= largest_pool_rows(wanted), wanted
 
 
-def test_a_balanced_routing_takes_two_chunks_at_most() -> None:
+def test_a_balanced_routing_is_one_chunk() -> None:
     for wanted in sweep():
-        limit = pool_rows(wanted) - 127 * wanted.num_local_experts
-        blocks = -(-wanted.max_tokens_per_rank // 128)
-        block_rows = 128 * wanted.top_k  # that a rank gets of a block of all ranks
-        assert -(-blocks // max(1, limit // block_rows)) <= 2, wanted
+        shape = Shape(
+            wanted.max_tokens_per_rank,
+            wanted.top_k,
+            wanted.num_experts,
+            wanted.hidden,
+            wanted.num_ranks,
+            pool_rows=pool_rows(wanted),
+        )
+        limit, most_in_one = shape.chunk_limits()
+        assert limit <= most_in_one
+        assert most_in_one >= wanted.max_tokens_per_rank * wanted.top_k, wanted
 
 
 # With the layouts of the library

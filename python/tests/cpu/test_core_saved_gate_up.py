@@ -292,9 +292,7 @@ def shape_of(request: Request) -> Shape:
 
 def end_of_rows(ids: list[Tensor], rank: int, experts: int, shape: Shape) -> int:
     """One more than the last slot of the rank's padded rows."""
-    most = shape.max_tokens * shape.num_ranks * shape.top_k
-    limit = shape.pool_rows - shape.num_local_experts * 127 if shape.pool_rows else most
-    slots = plain_tables(ids, rank, experts, limit).slot
+    slots = plain_tables(ids, rank, experts, *shape.chunk_limits()).slot
     return (int(slots.max()) // 128 + 1) * 128 if len(slots) else 0
 
 

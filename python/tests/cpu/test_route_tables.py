@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_moe._backends.symmetric import Shape
 from mega_moe._backends.tables import Tables, plain_tables
 
 KINDS = ("random", "one expert", "one rank", "masked", "duplicates", "all masked")
@@ -134,6 +135,25 @@ def test_chunks_hold_at_most_the_limit_and_whole_blocks() -> None:
     tables = plain_tables([ids], 0, 8, 1024)
     assert tables.chunks[:, 4].tolist() == [1024, 1024, 1024, 928]
     assert (tables.chunks[:, 0] % 128 == 0).all()
+
+
+def test_rows_that_both_pools_hold_are_one_chunk() -> None:
+    (ids,) = make_ids("random", [1000], 4, 8, seed=1)
+    assert plain_tables([ids], 0, 8, 1024, 4000).chunks[:, 4].tolist() == [4000]
+    assert plain_tables([ids], 0, 8, 1024, 3999).chunks[:, 4].tolist() == [1024, 1024, 1024, 928]
+
+
+@pytest.mark.parametrize(
+    ("pool", "limits"),
+    [
+        (0, (8192, 8192)),
+        (8192 + 508, (8192, 8192)),  # holds everything: there is one pool
+        (1536, (1028, 1028)),  # the smallest
+        (1664, (1156, 2820)),
+    ],
+)
+def test_limits_of_chunks(pool: int, limits: tuple[int, int]) -> None:
+    assert Shape(1024, 8, 4, 128, 1, pool_rows=pool).chunk_limits() == limits
 
 
 def test_int32_and_int64_ids_give_the_same_tables() -> None:

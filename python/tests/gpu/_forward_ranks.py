@@ -44,6 +44,19 @@ def smallest_pool(shape: Shape) -> int:
     return (rows + 127) // 128 * 128
 
 
+def shared_pool(shape: Shape) -> int:
+    """Rows of a chunk such that any routing fits into both pools together, and few into one."""
+    every = shape.max_tokens * shape.num_ranks * shape.top_k + 127 * shape.num_local_experts
+    return min(max((every + 255) // 256 * 128, smallest_pool(shape) + 128), (every + 127) // 128 * 128)
+
+
+def pool_of(chunks: str, shape: Shape) -> int:
+    """``pool_rows`` for "one chunk", "both pools" as one chunk, or "many chunks"."""
+    if chunks == "one chunk":
+        return 0
+    return shared_pool(shape) if chunks == "both pools" else smallest_pool(shape)
+
+
 class ForwardRanks(VirtualRanks):
     """``shape.num_ranks`` ranks with the forward beside the routing; all memory but the state starts as NaN."""
 

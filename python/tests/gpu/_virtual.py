@@ -176,7 +176,7 @@ def assert_tables(
     there = [own.to(on) for own in ids]
     for rank, (router, routing) in enumerate(zip(ranks.routers, results, strict=True)):
         got = router.tables(routing)
-        want = plain_tables(there, rank, ranks.shape.num_experts, router.limit())
+        want = plain_tables(there, rank, ranks.shape.num_experts, *ranks.shape.chunk_limits())
         where = difference(got, want)
         assert where is None, f"rank {rank}: {where}"
         assert int(routing.status) == 0

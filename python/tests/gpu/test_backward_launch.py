@@ -15,7 +15,7 @@ from ._backward import assert_right, assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
-from ._forward_ranks import shape_of, smallest_pool
+from ._forward_ranks import pool_of, shape_of
 from ._virtual import random_ids
 from ._waits import synchronising_is_an_error
 from .test_forward_launch import layers_of
@@ -69,7 +69,7 @@ def test_replays(cuda_device: torch.device, tokens: list[int], chunks: str) -> N
     """Captured once, with a T for each rank; new inputs for every replay, without a wait in between."""
     layers = layers_of(cuda_device, tokens)
     dys = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
+    pool = pool_of(chunks, shape_of(layers[0]))
     ranks = new_backward_ranks(cuda_device, layers[0], pool_rows=pool)
     want = []
     for layer, dy in zip(layers, dys):

@@ -9,19 +9,19 @@ from ._backward import assert_right, assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer
 from ._forward import assert_same_bits as assert_same_y
-from ._forward_ranks import shape_of, smallest_pool
+from ._forward_ranks import pool_of, shape_of
 from ._virtual import HUGE, NAN, NUMBER
 from .test_forward_repeat import layers_of
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
 FEW, REPEATS, SEEDS = 700, 100, 30
-CHUNKS = pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+CHUNKS = pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
 
 
 def made(device: torch.device, num_ranks: int, chunks: str) -> tuple[list[Layer], BackwardRanks]:
     layers = layers_of(device, num_ranks, FEW)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
+    pool = pool_of(chunks, shape_of(layers[0]))
     return layers, new_backward_ranks(device, layers[0], pool_rows=pool)
 
 

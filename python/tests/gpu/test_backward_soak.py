@@ -18,7 +18,7 @@ from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_right as assert_y_right
 from ._forward import assert_same_bits as assert_same_y
-from ._forward_ranks import shape_of, smallest_pool
+from ._forward_ranks import pool_of, shape_of
 from ._virtual import HUGE, NAN
 from .test_forward_values import KINDS, ids_of
 
@@ -104,7 +104,7 @@ def check(ranks: BackwardRanks, step: Step, what: str) -> None:
 def test_soak(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     experts = random_experts(cuda_device, EXPERTS, HIDDEN, INTERMEDIATE)
     largest = random_layer(ids_of("random", [MOST] * num_ranks, TOP_K, EXPERTS, cuda_device), experts)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(largest))
+    pool = pool_of(chunks, shape_of(largest))
     ranks = new_backward_ranks(cuda_device, largest, pool_rows=pool)
     end, number = time.monotonic() + seconds(), 0
     while number == 0 or time.monotonic() < end:

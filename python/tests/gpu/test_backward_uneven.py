@@ -9,7 +9,7 @@ from torch import Tensor
 from ._backward import assert_right, assert_same_bits, exact_gradients, random_dy
 from ._backward_ranks import new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
-from ._forward_ranks import shape_of, smallest_pool
+from ._forward_ranks import pool_of, shape_of
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
@@ -55,7 +55,7 @@ def test_uneven_loads(cuda_device: torch.device, load: str, chunks: str, num_ran
     layer = uneven_layer(load, num_ranks, cuda_device)
     dy = random_dy(layer)
     want = exact_gradients(layer, dy)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer))
+    pool = pool_of(chunks, shape_of(layer))
     ranks = new_backward_ranks(cuda_device, layer, pool_rows=pool)
     wide = ranks.backward(layer, dy, dw_dtype=torch.float32)
     assert_right(layer, dy, wide, want)

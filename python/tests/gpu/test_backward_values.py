@@ -10,7 +10,7 @@ import torch
 from ._backward import assert_right, assert_same_bits, exact_gradients, random_dy
 from ._backward_ranks import new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
-from ._forward_ranks import shape_of, smallest_pool
+from ._forward_ranks import pool_of, shape_of
 from ._virtual import random_ids
 from .test_forward_values import CASES, FEW, KINDS, TOKENS, ids_of, layer_of_model
 
@@ -62,7 +62,7 @@ def test_any_number_of_tokens(cuda_device: torch.device, name: str, num_ranks: i
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str, dtype: torch.dtype) -> None:
     """Weights of both signs, a tenth of them 0; the weight of a masked slot is NaN and means nothing."""
@@ -74,7 +74,7 @@ def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str, dty
         for own, weights in zip(layer.ids, layer.weights):
             weights[own < 0] = torch.nan
         if ranks is None:
-            pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer, max_tokens=FEW))
+            pool = pool_of(chunks, shape_of(layer, max_tokens=FEW))
             ranks = new_backward_ranks(cuda_device, layer, max_tokens=FEW, pool_rows=pool)
         dy = random_dy(layer, seed)
         assert_right(layer, dy, ranks.backward(layer, dy, dw_dtype=dtype))
@@ -97,7 +97,7 @@ def test_clamp(cuda_device: torch.device, num_ranks: int, clamp: float) -> None:
 def test_only_what_is_needed(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     """Each subset gives the bits that all of them give."""
     layer = small_layer(cuda_device, num_ranks)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer))
+    pool = pool_of(chunks, shape_of(layer))
     ranks = new_backward_ranks(cuda_device, layer, pool_rows=pool)
     dy = random_dy(layer)
     whole = ranks.backward(layer, dy)
@@ -117,7 +117,7 @@ def test_accumulate(cuda_device: torch.device, num_ranks: int, chunks: str, dtyp
     layer = small_layer(cuda_device, num_ranks)
     for own in layer.ids:
         own[own == 3] = 5
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer))
+    pool = pool_of(chunks, shape_of(layer))
     ranks = new_backward_ranks(cuda_device, layer, pool_rows=pool)
     dy = random_dy(layer)
     want = exact_gradients(layer, dy)

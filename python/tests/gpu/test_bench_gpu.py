@@ -76,6 +76,7 @@ def test_short_run(cuda_device: torch.device, tmp_path: Path) -> None:
     }
     assert all(row.peak_bytes is not None and row.peak_bytes > 0 for row in layer.values())
     assert result.environment.kernels_sha256 is not None
+    assert result.environment.code is not None
     assert result.environment.num_sms is not None
 
 

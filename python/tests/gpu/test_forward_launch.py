@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ._forward import Layer, assert_right, assert_same_bits, random_experts, random_layer
-from ._forward_ranks import ForwardRanks, new_ranks, shape_of, smallest_pool
+from ._forward_ranks import ForwardRanks, new_ranks, pool_of, shape_of, smallest_pool
 from ._virtual import VirtualRanks, assert_tables, random_ids
 from ._waits import synchronising_is_an_error
 
@@ -62,7 +62,7 @@ class Captured:
 def test_thousand_replays(cuda_device: torch.device, tokens: list[int], chunks: str) -> None:
     """Captured once, with a T for each rank; new x, ids and weights for every replay, without a wait in between."""
     layers = layers_of(cuda_device, tokens)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
+    pool = pool_of(chunks, shape_of(layers[0]))
     ranks = new_ranks(cuda_device, layers[0], pool_rows=pool)
     want = [ranks.forward(layer) for layer in layers]
     assert_right(layers[0], want[0])

@@ -12,7 +12,7 @@ from mega_moe._backends.request import Request
 from mega_moe._backends.symmetric import symmetric_layout, workspace_layout
 
 from ._forward import LONG, SHORT, Layer, assert_right, assert_same_bits, random_experts, random_layer
-from ._forward_ranks import ForwardRanks, new_ranks, shape_of, smallest_pool
+from ._forward_ranks import ForwardRanks, new_ranks, pool_of, shape_of
 from ._virtual import HUGE, NAN, NUMBER, random_ids
 
 pytestmark = pytest.mark.timeout(90, method="thread")
@@ -62,7 +62,7 @@ def layers_of(
 def test_thousand_launches(cuda_device: torch.device, num_ranks: int, chunks: str, intermediate: int) -> None:
     """T and routing change with every launch and nothing waits in between; each result is that of a larger call."""
     layers = layers_of(cuda_device, num_ranks, MOST, intermediate=intermediate)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
+    pool = pool_of(chunks, shape_of(layers[0]))
     ranks = new_ranks(cuda_device, layers[0], pool_rows=pool)
     want = []
     for layer in layers:
@@ -116,7 +116,7 @@ def test_smoke_what_memory_held_before(
 ) -> None:
     """All of it but the state, before each call: NaN, 3e38, a number. And what y held."""
     layers = layers_of(cuda_device, num_ranks, FEW, intermediate=intermediate)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
+    pool = pool_of(chunks, shape_of(layers[0]))
     ranks = new_ranks(cuda_device, layers[0], pool_rows=pool)
     for layer, kind in zip(layers, KINDS):
         tokens = [FEW - 77 * rank for rank in range(num_ranks)]
@@ -139,7 +139,7 @@ def test_smoke_what_memory_held_before(
 def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str, intermediate: int) -> None:
     """Pauses at random places of the communication, in memory that holds NaN: orders that a quiet GPU never shows."""
     layers = layers_of(cuda_device, num_ranks, FEW, ("random", "duplicates"), intermediate)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
+    pool = pool_of(chunks, shape_of(layers[0]))
     ranks = new_ranks(cuda_device, layers[0], pool_rows=pool)
     want = [ranks.forward(layer) for layer in layers]
     assert_right(layers[0], want[0])

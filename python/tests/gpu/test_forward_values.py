@@ -22,7 +22,7 @@ from ._forward import (
     random_layer,
     same_bits,
 )
-from ._forward_ranks import new_ranks, shape_of, smallest_pool
+from ._forward_ranks import new_ranks, pool_of, shape_of, smallest_pool
 from ._virtual import random_ids
 
 # A kernel that hangs ends the run: no signal reaches Python inside a call that waits for the device.
@@ -141,7 +141,7 @@ def ids_of(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
 def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     """Weights of both signs, a tenth of them 0; the weight of a masked slot is NaN and means nothing."""
     counts = [max(FEW - 90 * rank, 5) for rank in range(num_ranks)]
@@ -152,7 +152,7 @@ def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str) -> 
         for own, weights in zip(layer.ids, layer.weights):
             weights[own < 0] = torch.nan
         if ranks is None:
-            pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer, max_tokens=FEW))
+            pool = pool_of(chunks, shape_of(layer, max_tokens=FEW))
             ranks = new_ranks(cuda_device, layer, max_tokens=FEW, pool_rows=pool)
         y = ranks.forward(layer)
         assert_right(layer, y)

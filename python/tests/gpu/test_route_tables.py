@@ -10,9 +10,11 @@ import torch
 import mega_moe
 from mega_moe._backends.symmetric import Shape
 
+from ._forward_ranks import pool_of
 from ._virtual import VirtualRanks, assert_tables, random_ids
 from ._waits import synchronising_is_an_error
 
+CHUNKS = ("one chunk", "both pools", "many chunks")
 KINDS = ("random", "one expert", "one rank", "empty", "masked", "duplicates")
 
 
@@ -43,18 +45,13 @@ def shape_of(case: Case, num_ranks: int, **changes: object) -> Shape:
     return Shape(max(*case.tokens, 1), case.top_k, case.experts, 128, num_ranks, canaries=True, **changes)  # type: ignore[arg-type]
 
 
-def smallest_pool(shape: Shape) -> int:
-    rows = min(shape.max_tokens, 128) * shape.num_ranks * shape.top_k + 127 * shape.num_local_experts
-    return (rows + 127) // 128 * 128
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_tables_are_those_of_a_stable_sort(cuda_device: torch.device, name: str, num_ranks: int) -> None:
     case = CASES[name]
     tokens = of_ranks(case, num_ranks)
     plain = shape_of(case, num_ranks)
-    for pool in (0, smallest_pool(plain)):
+    for pool in dict.fromkeys(pool_of(chunks, plain) for chunks in CHUNKS):
         ranks = VirtualRanks(cuda_device, shape_of(case, num_ranks, pool_rows=pool))
         for seed, kind in enumerate(KINDS):
             ids = random_ids(kind, tokens, case.top_k, case.experts, cuda_device, seed)

@@ -15,7 +15,7 @@ from ._backward import assert_right, assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
-from ._forward_ranks import shape_of, smallest_pool
+from ._forward_ranks import pool_of, shape_of, smallest_pool
 from ._virtual import HUGE, NAN, NUMBER, random_ids
 from .test_backward_values import small_layer
 from .test_forward_values import FEW, KINDS, ids_of, layer_of_model
@@ -120,7 +120,7 @@ def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str, sha
     for seed, kind in enumerate(KINDS):
         layer = random_layer(ids_of(kind, counts, 4, 16, cuda_device), experts, weights="signed", seed=seed)
         if ranks is None:
-            pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer, max_tokens=FEW))
+            pool = pool_of(chunks, shape_of(layer, max_tokens=FEW))
             ranks = new_backward_ranks(cuda_device, layer, max_tokens=FEW, pool_rows=pool)
         compare(ranks, layer, share, seed, word=(NAN, HUGE, NUMBER)[seed % 3])
     assert ranks is not None
@@ -140,7 +140,7 @@ def test_clamp(cuda_device: torch.device, num_ranks: int, clamp: float) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_only_what_is_needed(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     layer = small_layer(cuda_device, num_ranks)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer))
+    pool = pool_of(chunks, shape_of(layer))
     ranks = new_backward_ranks(cuda_device, layer, pool_rows=pool)
     dy = random_dy(layer)
     whole = ranks.backward(layer, dy)
@@ -194,7 +194,7 @@ def test_the_backward_reads_it(cuda_device: torch.device) -> None:
 def test_delays_and_any_number_of_sms(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     """Other SMs, and other orders, in the two directions of one call."""
     layer = small_layer(cuda_device, num_ranks)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer))
+    pool = pool_of(chunks, shape_of(layer))
     ranks = new_backward_ranks(cuda_device, layer, pool_rows=pool)
     dy = random_dy(layer)
     want = ranks.backward(layer, dy)

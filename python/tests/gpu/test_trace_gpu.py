@@ -25,8 +25,8 @@ CASES = {
     # Odd numbers of column blocks, so that the last cluster of an expert has a CTA without a tile.
     "odd columns": Options(Shape("odd columns", 768, 384, 16, 4, 0), 1000, 1),
     "few rows": Options(Shape("few rows", 256, 128, 8, 2, 0), 3, 1),
-    # More rows than one chunk holds.
-    "two chunks": Options(Shape("two chunks", 512, 256, 16, 8, 0), 8192, 1),
+    # One rank has more rows than both pools hold together.
+    "many chunks": Options(Shape("many chunks", 256, 128, 16, 2, 0), 32768, 2, hot=8.0),
     "two ranks": Options(Shape("two ranks", 512, 256, 16, 4, 0), 700, 2),
     "eight ranks": Options(Shape("eight ranks", 256, 256, 64, 8, 0), 512, 8),
 }
@@ -52,7 +52,7 @@ def test_every_tile_has_products_once(case: str, cuda_device: torch.device) -> N
     assert got.wanted.products() > 0
     assert tile_faults(got.trace, got.wanted.tiles) == []
     chunks = {tile[2] for tile in got.wanted.tiles}
-    assert (len(chunks) > 1) == (case == "two chunks")
+    assert (len(chunks) > 1) == (case == "many chunks")
 
 
 @pytest.mark.parametrize("case", CASES)

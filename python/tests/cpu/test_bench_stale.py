@@ -1,0 +1,187 @@
+"""A row is stale exactly when the code of a kernel that its calls launch is not what was measured."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mega_moe._backends import decide
+from mega_moe.bench import schema
+
+ROOT = Path(__file__).resolve().parents[3]
+PLAIN = ("grouped", "deep_gemm", "reference")
+
+
+@pytest.fixture(scope="module")
+def staleness() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "python/benchmarks"))
+    try:
+        import staleness
+    finally:
+        sys.path.pop(0)
+    return staleness
+
+
+@dataclass
+class Row:
+    """What is looked at of a row of any kind."""
+
+    kind: str
+    backend: str = "fused"
+    precision: str = "bf16"
+    direction: str = "forward"
+    form: str = "bf16"
+    dtype: str = "bfloat16"
+
+
+@dataclass
+class Where:
+    """What is looked at of an environment."""
+
+    code: dict[str, str] | None
+    kernels_sha256: str | None = "old"
+    num_sms: int | None = 132
+
+
+NAMES = {
+    ("stage", "bf16"): ("stage_bf16",),
+    ("stage", "fp8"): ("stage_fp8",),
+    ("forward", "bf16"): ("forward_bf16",),
+    ("backward", "bf16"): ("backward_bf16",),
+    ("backward", "fp8"): ("backward_fp8",),
+    ("route", "none"): ("route",),
+}
+MEASURED = {name: f"{name} as it was" for names in NAMES.values() for name in names}
+
+
+def stale_after(staleness: ModuleType, row: Row, *edited: str, **where: Any) -> tuple[str, ...]:
+    """What makes the row stale after an edit of some variants."""
+    code = MEASURED | {name: f"{name} as it is" for name in edited}
+    return tuple(
+        staleness.changed(
+            row, Where(**({"code": MEASURED} | where)), staleness.Kernels("b" * 64, code, NAMES)
+        )
+    )
+
+
+CASES = [
+    (Row("ceiling"), ()),
+    (Row("peer"), ()),
+    (Row("stage"), ("stage_bf16",)),
+    (Row("stage", form="fp8"), ("stage_fp8",)),
+    (Row("layer"), ("forward_bf16",)),
+    (Row("layer", direction="backward"), ("backward_bf16",)),
+    (Row("layer", direction="forward_backward"), ("forward_bf16", "backward_bf16")),
+    (Row("layer", precision="fp8_bwd"), ("forward_bf16",)),
+    (Row("layer", precision="fp8_bwd", direction="forward_backward"), ("forward_bf16", "backward_fp8")),
+    (Row("step"), ("forward_bf16", "backward_bf16")),
+    *((Row("layer", name), ("stage_bf16",)) for name in PLAIN),
+    *((Row("layer", name, direction="forward_backward"), ("stage_bf16",)) for name in PLAIN),
+    *((Row("step", name), ("stage_bf16",)) for name in PLAIN),
+    (Row("layer", "reference", "fp8"), ("stage_fp8",)),
+    (Row("layer", "reference", "fp8", "backward"), ("stage_bf16",)),
+    (Row("layer", "reference", "fp8", "forward_backward"), ("stage_fp8", "stage_bf16")),
+    (Row("layer", "reference", "fp8_bwd"), ("stage_bf16",)),
+    (Row("layer", "reference", dtype="float32"), ()),
+]
+
+
+@pytest.mark.parametrize(("row", "uses"), CASES)
+def test_a_row_is_stale_by_the_kernels_that_it_launches_and_no_others(
+    staleness: ModuleType, row: Row, uses: tuple[str, ...]
+) -> None:
+    assert stale_after(staleness, row) == ()
+    for name in MEASURED:
+        assert stale_after(staleness, row, name) == ((name,) if name in uses else ())
+    assert stale_after(staleness, row, *MEASURED) == uses
+
+
+@pytest.mark.parametrize(("row", "uses"), CASES)
+def test_without_code_any_change_counts_for_the_rows_that_launch_kernels(
+    staleness: ModuleType, row: Row, uses: tuple[str, ...]
+) -> None:
+    assert stale_after(staleness, row, code=None) == ((staleness.ANY,) if uses else ())
+    assert stale_after(staleness, row, code=None, kernels_sha256="b" * 64) == ()
+    assert stale_after(staleness, row, code=None, kernels_sha256=None) == ((staleness.ANY,) if uses else ())
+    assert stale_after(staleness, row, code=None, num_sms=None) == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "lost", "told"),
+    [
+        # The wheel had no kernel for it, so something else was measured; a plain backend staged by torch.
+        (Row("layer", direction="backward"), {"backward_bf16"}, ("backward_bf16",)),
+        (Row("step"), {"backward_bf16"}, ("backward_bf16",)),
+        (Row("layer", "grouped"), {"stage_bf16"}, ()),
+        (Row("layer"), {"backward_bf16"}, ()),
+    ],
+)
+def test_a_kernel_that_the_measured_wheel_lacked(
+    staleness: ModuleType, row: Row, lost: set[str], told: tuple[str, ...]
+) -> None:
+    code = {name: digest for name, digest in MEASURED.items() if name not in lost}
+    assert stale_after(staleness, row, code=code) == told
+
+
+def test_kernels_of_another_architecture_and_those_that_are_gone(staleness: ModuleType) -> None:
+    both = NAMES | {("forward", "bf16"): ("forward_bf16", "forward_of_another")}
+    more = staleness.Kernels("b", MEASURED | {"forward_of_another": "x"}, both)
+    assert staleness.changed(Row("layer"), Where(MEASURED), more) == ()
+    gone = staleness.Kernels("b", MEASURED, NAMES)
+    renamed = {name: digest for name, digest in MEASURED.items() if name != "forward_bf16"} | {"fwd": "x"}
+    assert staleness.changed(Row("layer"), Where(renamed), gone) == ("fwd",)
+    assert staleness.changed(Row("stage"), Where(renamed), gone) == ()
+
+
+def test_footnotes_name_what_changed(staleness: ModuleType) -> None:
+    kernels = staleness.Kernels("b" * 64, {}, {})
+    assert staleness.footnote(["b", "a", "b"], kernels).startswith(
+        "stale: `a`, `b` have changed since the rows"
+    )
+    assert staleness.footnote(["a"], kernels).startswith("stale: `a` has changed since the rows")
+    assert staleness.footnote([staleness.ANY], kernels).startswith(
+        "stale: the present `kernels/` is `bbbbbbbbbbbb`"
+    )
+
+
+def test_every_op_is_of_a_row_or_of_none(staleness: ModuleType) -> None:
+    """A new op must be told to what rows it belongs."""
+    every = {"kind": "layer", "dtype": "bfloat16", "direction": "forward_backward"}
+    rows = [Row(backend=name, **every) for name in decide.BACKENDS]
+    of_rows = {op for row in rows for op, _ in staleness.launched(row, True)}
+    assert of_rows & staleness.UNMEASURED == set()
+    kernels = staleness.Kernels.of(ROOT / "kernels")
+    assert {op for op, _ in kernels.variants} == of_rows | staleness.UNMEASURED
+    assert {name for names in kernels.variants.values() for name in names} == set(kernels.code)
+    assert staleness.PRECISIONS == decide._DIRECTIONS
+
+
+def test_rows_of_a_real_change(staleness: ModuleType, tmp_path: Path) -> None:
+    """One edit of a role of the backward, seen by the rows of the results that lie here."""
+    left_out = shutil.ignore_patterns("build", "bench", "tests", "__pycache__")
+    kernels = Path(shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=left_out))
+    code = staleness.Kernels.of(kernels).code
+    with (kernels / "device/role/backward_rows.cuh").open("a") as file:
+        file.write("constexpr int kNew = 1;\n")
+    now = staleness.Kernels.of(kernels)
+    results = sorted((ROOT / "python/benchmarks/results").glob("*.json"))
+    assert results
+    seen = set()
+    for path in results:
+        for row in schema.read(path).rows:
+            if row.outcome.status == "measured":
+                stale = staleness.changed(row, Where(dict(code)), now)
+                runs_backward = (
+                    isinstance(row, schema.LayerRow)
+                    and row.backend == "fused"
+                    and row.direction in {"backward", "forward_backward"}
+                )
+                assert stale == (("sm90_bf16_backward",) if runs_backward else ())
+                seen.add(runs_backward)
+    assert seen == {True, False}
