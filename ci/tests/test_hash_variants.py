@@ -77,7 +77,7 @@ def test_one_of_each_variant_wherever_the_sources_lie(kernels: Path) -> None:
         edit("host/launch.cpp", "config.gridDim = dim3(blocks);", "config.gridDim =\n  dim3( blocks );"),
         add("device/role/new.cuh", "constexpr int kNew = 1;\n"),
         add("host/new.cpp", "int made_of() { return 1; }\n"),
-        add("device/kernel/sm90_fp8_moe_forward.cuh", '#include "device/role/route.cuh"\n'),
+        add("device/kernel/sm90_new.cuh", '#include "device/role/route.cuh"\n'),
         edit("variants.toml", "threads = 384\n", "threads = 384  # why\n"),
         edit("variants.toml", "spill_bytes = 208", "spill_bytes = 209"),
         add("cmake/flags.cmake", "# why\n"),
@@ -94,7 +94,10 @@ def test_what_changes_no_code(kernels: Path, apply: Callable[[Path], None]) -> N
 @pytest.mark.parametrize(
     ("apply", "those"),
     [
-        (edit("layout/staging.h", "kQuantGroup = 128", "kQuantGroup = 64"), {*BEFORE} - {"sm90_clock_probe"}),
+        (
+            edit("layout/staging.h", "kQuantGroup = 128", "kQuantGroup = 64"),
+            {*BEFORE} - {"sm90_clock_probe", "sm90_fp8_quantise_weights"},
+        ),
         (add("device/role/route_count.cuh", "constexpr int kNew = 1;\n"), LAYER | {"sm90_route"}),
         (add("device/epilogue/swiglu_backward.cuh", "constexpr int kNew = 1;\n"), BACKWARD),
         (add("device/role/stage_copy.cuh", "constexpr int kNew = 1;\n"), STAGE),

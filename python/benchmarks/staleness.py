@@ -64,7 +64,10 @@ def launched(row: Any, on_gpu: bool) -> tuple[Kernel, ...]:
     if row.backend == "fused":
         # Each direction routes and stages within its one kernel.
         both = {"forward": forward, "backward": backward}
-        return tuple((name, precision) for name, precision in both.items() if name in direction)
+        kernels = tuple((name, precision) for name, precision in both.items() if name in direction)
+        # In fp8 a call makes its copies of the weights.
+        quantises = any(precision == "fp8" for _, precision in kernels)
+        return (*kernels, ("quantise_weights", "fp8")) if quantises else kernels
     # The plain backends bring x, ids and weights into the buffer by the staging kernel, other dtypes by torch. Only
     # the forward of fp8 stages codes.
     if row.kind == "layer" and row.dtype != "bfloat16":

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from mega_moe._backends import decide
+from mega_moe._backends.request import Request
+from mega_moe._base.types import PRECISIONS
 from mega_moe.bench import schema
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,8 +55,10 @@ NAMES = {
     ("stage", "bf16"): ("stage_bf16",),
     ("stage", "fp8"): ("stage_fp8",),
     ("forward", "bf16"): ("forward_bf16",),
+    ("forward", "fp8"): ("forward_fp8",),
     ("backward", "bf16"): ("backward_bf16",),
     ("backward", "fp8"): ("backward_fp8",),
+    ("quantise_weights", "fp8"): ("quantise_weights",),
     ("route", "none"): ("route",),
 }
 MEASURED = {name: f"{name} as it was" for names in NAMES.values() for name in names}
@@ -79,7 +83,11 @@ CASES = [
     (Row("layer", direction="backward"), ("backward_bf16",)),
     (Row("layer", direction="forward_backward"), ("forward_bf16", "backward_bf16")),
     (Row("layer", precision="fp8_bwd"), ("forward_bf16",)),
-    (Row("layer", precision="fp8_bwd", direction="forward_backward"), ("forward_bf16", "backward_fp8")),
+    (
+        Row("layer", precision="fp8_bwd", direction="forward_backward"),
+        ("forward_bf16", "backward_fp8", "quantise_weights"),
+    ),
+    (Row("layer", precision="fp8"), ("forward_fp8", "quantise_weights")),
     (Row("step"), ("forward_bf16", "backward_bf16")),
     *((Row("layer", name), ("stage_bf16",)) for name in PLAIN),
     *((Row("layer", name, direction="forward_backward"), ("stage_bf16",)) for name in PLAIN),
@@ -153,13 +161,18 @@ def test_footnotes_name_what_changed(staleness: ModuleType) -> None:
 def test_every_op_is_of_a_row_or_of_none(staleness: ModuleType) -> None:
     """A new op must be told to what rows it belongs."""
     every = {"kind": "layer", "dtype": "bfloat16", "direction": "forward_backward"}
-    rows = [Row(backend=name, **every) for name in decide.BACKENDS]
+    rows = [
+        Row(backend=name, precision=form, **every) for name in decide.BACKENDS for form in ("bf16", "fp8")
+    ]
     of_rows = {op for row in rows for op, _ in staleness.launched(row, True)}
     assert of_rows & staleness.UNMEASURED == set()
     kernels = staleness.Kernels.of(ROOT / "kernels")
     assert {op for op, _ in kernels.variants} == of_rows | staleness.UNMEASURED
     assert {name for names in kernels.variants.values() for name in names} == set(kernels.code)
-    assert staleness.PRECISIONS == decide._DIRECTIONS
+    for precision in PRECISIONS:
+        request = Request(8, 128, 2, 256, 128, precision)
+        pair = staleness.PRECISIONS.get(precision, (precision, precision))
+        assert pair == (request.forward_precision, request.backward_precision)
 
 
 def test_rows_of_a_real_change(staleness: ModuleType, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from ._backward_fp8 import Judge, why_no_kernel
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
-from ._forward_ranks import shape_of, smallest_pool
+from ._forward_ranks import pool_of, shape_of
 from ._virtual import HUGE, NAN, NUMBER, random_ids
 
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 FEW, REPEATS, SEEDS = 700, 50, 24
-CHUNKS = pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+CHUNKS = pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
 KINDS = ("random", "one expert", "masked")
 
 
@@ -30,7 +30,7 @@ def made(device: torch.device, num_ranks: int, chunks: str) -> tuple[list[Layer]
         random_layer(random_ids(kind, counts, 4, 16, device), experts, weights="signed", seed=seed)
         for seed, kind in enumerate(KINDS)
     ]
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layers[0]))
+    pool = pool_of(chunks, shape_of(layers[0]))
     return layers, new_backward_ranks(device, layers[0], pool_rows=pool, precision="fp8")
 
 

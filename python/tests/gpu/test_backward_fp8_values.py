@@ -15,7 +15,7 @@ from ._backward_fp8 import Judge, why_no_kernel
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
-from ._forward_ranks import shape_of, smallest_pool
+from ._forward_ranks import pool_of, shape_of
 from ._virtual import random_ids
 from .test_forward_fp8_values import CASES, MODELS
 from .test_forward_values import KINDS, ids_of
@@ -91,7 +91,7 @@ def test_any_number_of_tokens(cuda_device: torch.device, name: str, num_ranks: i
 
 @BOTH
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-@pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
 def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str, precision: str) -> None:
     """Weights of both signs, a tenth of them 0; the weight of a masked slot is NaN and means nothing."""
     counts = [max(FEW - 90 * rank, 5) for rank in range(num_ranks)]
@@ -102,7 +102,7 @@ def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str, pre
         for own, weights in zip(layer.ids, layer.weights):
             weights[own < 0] = torch.nan
         if ranks is None:
-            pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer, max_tokens=FEW))
+            pool = pool_of(chunks, shape_of(layer, max_tokens=FEW))
             ranks = new_backward_ranks(
                 cuda_device, layer, max_tokens=FEW, pool_rows=pool, precision=precision
             )
@@ -121,11 +121,11 @@ def test_clamp(cuda_device: torch.device, num_ranks: int, clamp: float) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
 def test_only_what_is_needed(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     """Each subset gives the bits that all of them give."""
     layer = small_layer(cuda_device, num_ranks)
-    pool = 0 if chunks == "one chunk" else smallest_pool(shape_of(layer))
+    pool = pool_of(chunks, shape_of(layer))
     ranks = new_backward_ranks(cuda_device, layer, pool_rows=pool, precision="fp8")
     dy = random_dy(layer)
     whole = ranks.backward(layer, dy)

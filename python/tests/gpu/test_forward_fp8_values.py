@@ -15,7 +15,7 @@ from mega_moe._backends.request import Request
 from ._emulated import emulated
 from ._forward import Layer, random_experts, random_layer, same_bits
 from ._forward_fp8 import TOLERANCE, Judge, why_no_kernel
-from ._forward_ranks import ForwardRanks, new_ranks, shape_of, smallest_pool
+from ._forward_ranks import ForwardRanks, new_ranks, pool_of, shape_of
 from ._virtual import random_ids
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_every_extent(cuda_device: torch.device, extent: str, num_ranks: int) ->
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
 def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     """Weights of both signs, a tenth of them 0: h carries them into its own scale."""
     counts = [max(700 - 90 * rank, 5) for rank in range(num_ranks)]
@@ -94,7 +94,7 @@ def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str) -> 
             weights[own < 0] = torch.nan
         if ranks is None:
             shape = shape_of(layer, max_tokens=700, quantise=True)
-            pool = 0 if chunks == "one chunk" else smallest_pool(shape)
+            pool = pool_of(chunks, shape)
             ranks = ranks_of(cuda_device, layer, max_tokens=700, pool_rows=pool)
         y = ranks.forward(layer)
         Judge(layer).assert_right(y)
@@ -237,7 +237,7 @@ def test_experts_of_zeros_and_of_tiny_and_huge_weights(cuda_device: torch.device
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
 def test_bits_do_not_depend_on_time_sms_or_chunks(
     cuda_device: torch.device, num_ranks: int, chunks: str
 ) -> None:
@@ -245,7 +245,7 @@ def test_bits_do_not_depend_on_time_sms_or_chunks(
     layer = random_layer(ids, random_experts(cuda_device, 16, 512, 384), weights="signed")
     want = ranks_of(cuda_device, layer).forward(layer)
     shape = shape_of(layer, quantise=True)
-    ranks = ranks_of(cuda_device, layer, pool_rows=0 if chunks == "one chunk" else smallest_pool(shape))
+    ranks = ranks_of(cuda_device, layer, pool_rows=pool_of(chunks, shape))
     for num_sms, seed in ((0, 0), (0, 1), (2, 0), (6, 2), (14, 3)):
         if num_sms:
             ranks.use_sms(num_sms)
