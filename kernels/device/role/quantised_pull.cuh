@@ -33,64 +33,10 @@ __device__ __forceinline__ void copy_scales(const LayerParams& p, const ChunkVie
     }
 }
 
-// Rows of a chunk in the order of their slots, every `step`-th: for a single rank. The tokens of 32 of them
-// are fetched at once.
-class SlotsByWindow {
-  public:
-    __device__ __forceinline__ SlotsByWindow(const LayerParams& p, const ChunkView& view, int chunk,
-                                             int first, int step)
-        : r_(p.route),
-          rows_(p.route.expert_rows, (chunk + 1) * p.route.num_local),
-          end_(view.rows),
-          at_(first),
-          step_(step) {
-        if (at_ >= end_) return;
-        unit_ = rows_.next(chunk * r_.num_local);
-        unit_rows_ = rows_(unit_);
-        first_slot_ = table_word(r_.expert_slots, unit_);
-    }
-    __device__ __forceinline__ bool next(TokenRows& t) {
-        if (held_ == 0) fill();
-        if (taken_ == held_) return false;
-        t = {static_cast<int>(ptx::from_lane(token_, taken_)), 0, 1,
-             static_cast<int>(ptx::from_lane(static_cast<std::uint32_t>(slot_), taken_))};
-        if (++taken_ == held_) held_ = taken_ = 0;
-        return true;
-    }
-
-  private:
-    __device__ __forceinline__ void fill() {
-        for (held_ = 0; held_ < 32 && at_ < end_; ++held_, at_ += step_) {
-            while (at_ >= first_row_ + unit_rows_) {
-                first_row_ += unit_rows_;
-                unit_ = rows_.next(unit_ + 1);
-                unit_rows_ = rows_(unit_);
-                first_slot_ = table_word(r_.expert_slots, unit_);
-            }
-            if (static_cast<int>(ptx::lane_id()) == held_) slot_ = first_slot_ + (at_ - first_row_);
-        }
-        if (static_cast<int>(ptx::lane_id()) < held_)
-            token_ = static_cast<std::uint32_t>(ptx::load_relaxed_gpu(r_.slots + slot_)) & 0xFFFFF;
-    }
-
-    const RouteParams& r_;
-    UnitRows rows_;
-    int end_;
-    int at_;
-    int step_;
-    int unit_ = 0;
-    int unit_rows_ = 0;
-    int first_row_ = 0;  // of the unit, numbered over the chunk's rows
-    int first_slot_ = 0;
-    int slot_ = 0;             // of the lane's row
-    std::uint32_t token_ = 0;  // the same
-    int held_ = 0;             // rows in the lanes
-    int taken_ = 0;
-};
-
-// One warp: its share of the rows of a chunk, in the order of `Rows`, by bulk copies through its buffers.
+// One warp: its share of the tokens of a chunk, in the order of their first experts, by bulk copies through
+// its buffers.
 // What is known of a piece lies in shared memory until it is told to have arrived.
-template <class C, class Rows>
+template <class C>
 class QuantisedPuller {
   public:
     __device__ __forceinline__ QuantisedPuller(const LayerParams& params, const LayerShared<C>& map)
@@ -98,13 +44,13 @@ class QuantisedPuller {
 
     __device__ __forceinline__ void pull_chunk(const ChunkView& view, int chunk, int first, int step,
                                                Tracer<C::kTrace>& tracer) {
-        Rows rows(p, view, chunk, first, step);
+        TokensInOrder tokens(p, view, first, step);
         TokenRows token{};
         int offset = 0;  // of the next piece in the token's row; 0: the next token's
         int under_way = 0;
         bool ended = false;
         while (!ended || under_way > 0) {
-            if (!ended && offset == 0) ended = !rows.next(token);
+            if (!ended && offset == 0) ended = !tokens.next(token);
             if (!ended) {
                 offset = load(token, offset);
                 if (++under_way <= kAhead) continue;
