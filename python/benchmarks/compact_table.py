@@ -6,7 +6,7 @@ machine. The emulation of `reference` is nothing that anybody trains with, and h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,10 +54,10 @@ def seconds(rows: list) -> float:
 
 
 def section(result: Any, kernels: Any) -> str | None:
-    """Where it ran and its table; None where nothing was measured that has a line."""
+    """Where it ran, the table of what matters first, the other lines folded away; None where nothing has a line."""
     every = collect(result)
-    lines = shown(every)
-    if not lines:
+    first, rest = shown(every)
+    if not first:
         return None
     where, changed = result.environment, []
 
@@ -66,22 +66,44 @@ def section(result: Any, kernels: Any) -> str | None:
         changed.extend(names)
         return bool(names)
 
-    rivals = [name for name in rival_names(every) if any(rival(own, name, every) for own in lines)]
-    body = [cells(own, [rival(own, name, every) for name in rivals], old) for own in lines]
     text = [
         f"**{place(where)}**, {where.date[:10]}, torch {where.torch}",
         "",
-        *heading(
-            "layer",
-            *(f"{way_name(way)} ms" for way in WAYS),
-            "of ceiling",
-            *(f"vs {name}" for name in rivals),
-        ),
-        *(line(*row) for row in body),
+        *table(first, every, old),
     ]
+    if rest:
+        summary = f"<details><summary>{place(where)}: {describe(rest)}</summary>"
+        text += ["", summary, "", *table(rest, every, old), "", "</details>"]
     if changed:
         text += ["", staleness.footnote(changed, kernels)]
     return "\n".join(text)
+
+
+def table(lines: list[Measured], every: list[Measured], old: Callable[[Sequence], bool]) -> list[str]:
+    """A column for each of the others that one of the lines can be compared with."""
+    rivals = [
+        name
+        for name in rival_names(every)
+        if any((other := rival(own, name, every)) and ratio(own, other)[1] for own in lines)
+    ]
+    columns = [
+        "layer",
+        *(f"{way_name(way)} ms" for way in WAYS),
+        "of ceiling",
+        *(f"vs {name}" for name in rivals),
+    ]
+    body = [cells(own, [rival(own, name, every) for name in rivals], old) for own in lines]
+    return [*heading(*columns), *(line(*row) for row in body)]
+
+
+def describe(rest: list[Measured]) -> str:
+    """What the lines that are folded away are about."""
+    about = {
+        "fewer tokens": any(not own.reserved and own.first.skew is None for own in rest),
+        "SMs reserved for other work": any(own.reserved for own in rest),
+        "uneven routing": any(own.first.skew is not None for own in rest),
+    }
+    return ", ".join(name for name, there in about.items() if there)
 
 
 def collect(result: Any) -> list[Measured]:
@@ -104,34 +126,30 @@ def collect(result: Any) -> list[Measured]:
     return list(found.values())
 
 
-def shown(every: list[Measured]) -> list[Measured]:
-    """The lines in their order: shapes and precisions as measured, even routing first, most tokens first."""
+def shown(every: list[Measured]) -> tuple[list[Measured], list[Measured]]:
+    """The lines: even routing of most tokens, and the others. By shape as measured, precision, routing, tokens."""
     ours = [own for own in every if own.first.kind == "layer" and own.backend in OURS]
     best = {
         name: min((own.backend for own in ours if own.name == name), key=OURS.index) for name in names(ours)
     }
+    shapes = list(dict.fromkeys(own.first.shape for own in ours))
     most: dict[tuple, int] = {}
     for own in ours:
         kind = (own.first.shape, own.numerics)
         most[kind] = max(most.get(kind, 0), own.first.tokens)
 
     def order(own: Measured) -> tuple:
-        shape, numerics, skew = own.first.shape, own.numerics, own.first.skew
-        return list(most).index((shape, numerics)), skew or 0.0, -own.first.tokens, own.name, own.reserved
+        row = own.first
+        return shapes.index(row.shape), own.numerics, row.skew or 0.0, -row.tokens, own.name, own.reserved
 
-    return sorted(
-        (
-            own
-            for own in ours
-            if own.backend == best[own.name]
-            # What reserved SMs cost is told once for each shape and precision.
-            and (
-                not own.reserved
-                or (own.first.skew is None and own.first.tokens == most[own.first.shape, own.numerics])
-            )
-        ),
-        key=order,
-    )
+    first, rest = [], []
+    for own in sorted((own for own in ours if own.backend == best[own.name]), key=order):
+        usual = own.first.skew is None and own.first.tokens == most[own.first.shape, own.numerics]
+        if usual and not own.reserved:
+            first.append(own)
+        elif usual or not own.reserved:  # what reserved SMs cost is told once for each shape and precision
+            rest.append(own)
+    return first, rest
 
 
 def names(measured: list[Measured]) -> Iterator[str]:
@@ -158,7 +176,7 @@ def rival(own: Measured, name: str, every: list[Measured]) -> Measured | None:
     return same[0] if same else None
 
 
-def cells(own: Measured, rivals: list[Measured | None], old: Any) -> list[str]:
+def cells(own: Measured, rivals: list[Measured | None], old: Callable[[Sequence], bool]) -> list[str]:
     """A line's cells. `old` says whether one of some rows is stale."""
     all_stale = all(old([row]) for row in own.rows.values())
 
