@@ -39,7 +39,7 @@ struct LayerParams {
     std::int64_t pool_rows;  // of one chunk
     std::int32_t hidden;
     std::int32_t intermediate;
-    std::int32_t first_per_warp;  // rows or tokens that each warp copies before the roles part
+    std::int32_t first_per_warp;  // tokens that each warp copies before the roles part
     float clamp;                  // +inf: none
     std::uint32_t delay_seed;     // 0: none; else pauses in the communication roles, for tests
     bool returns_rows;            // sums are wanted, on all ranks alike

@@ -75,9 +75,9 @@ __device__ __forceinline__ void await_free_chunk(const LayerParams& p, std::uint
     lost = ptx::any(lost);
 }
 
-// One warp: its share of the rows of a chunk, in the order of `Rows`, by bulk copies through its buffers. The
-// loads of the next pieces are under way while a piece is stored.
-template <class C, class Rows>
+// One warp: its share of the tokens of a chunk, in the order of their first experts, by bulk copies through
+// its buffers. The loads of the next pieces are under way while a piece is stored.
+template <class C>
 class Puller {
   public:
     __device__ __forceinline__ Puller(const LayerParams& params, const LayerShared<C>& map)
@@ -85,7 +85,7 @@ class Puller {
 
     __device__ __forceinline__ void pull_chunk(const ChunkView& view, int chunk, int first, int step,
                                                Tracer<C::kTrace>& tracer) {
-        Rows rows(p, view, chunk, first, step);
+        TokensInOrder tokens(p, view, first, step);
         ended_ = false;
         // The last pieces that are under way, the oldest first; one without bytes is none.
         PullPiece ahead[kAhead] = {};
@@ -93,14 +93,14 @@ class Puller {
         newest.last = true;
 #pragma unroll
         for (int i = 0; i < kAhead; ++i)
-            ahead[i] = start_next(rows, newest);
+            ahead[i] = start_next(tokens, newest);
         PullPiece before{};
         while (ahead[0].bytes > 0) {
             const PullPiece piece = ahead[0];
 #pragma unroll
             for (int i = 0; i + 1 < kAhead; ++i)
                 ahead[i] = ahead[i + 1];
-            ahead[kAhead - 1] = start_next(rows, newest);
+            ahead[kAhead - 1] = start_next(tokens, newest);
             ptx::mbarrier_wait(shared.pulled(landing_.at), landing_.parity);
             if (lane() < piece.of.rows) {
                 const std::int64_t row = piece.of.slot + view.row_of_slot;
@@ -130,12 +130,12 @@ class Puller {
     static constexpr int kAhead = C::kPullBuffers - 2;
 
     // The piece after `newest`, which becomes it, with its load under way; none at the end.
-    __device__ __forceinline__ PullPiece start_next(Rows& rows, PullPiece& newest) {
+    __device__ __forceinline__ PullPiece start_next(TokensInOrder& tokens, PullPiece& newest) {
         PullPiece piece = newest;
         if (newest.last) {
             piece.moved = 0;
             piece.offset = 0;
-            if (ended_ || !rows.next(piece.of)) {
+            if (ended_ || !tokens.next(piece.of)) {
                 ended_ = true;
                 return {};
             }
@@ -196,20 +196,20 @@ class Puller {
     int blocks_[kRowsPerCount] = {};  // of each lane's slots of the tokens that are not counted
 };
 
-// Rows or tokens that are copied before the roles part.
+// Tokens that are copied before the roles part.
 template <class C>
 __device__ __forceinline__ int first_copied(const LayerParams& p) {
     return p.first_per_warp * (C::kThreads / 32) * static_cast<int>(ptx::num_ctas());
 }
 
-// One warp, through registers: up to first_per_warp of the rows.
-template <class C, class Rows>
-__device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView& view, Rows rows) {
+// One warp, through registers: up to first_per_warp of the tokens.
+template <class C>
+__device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView& view, TokensInOrder tokens) {
     constexpr int kVectors = 8;  // in flight per lane
     const int row_bytes = p.hidden * 2;
     const int lane_bytes = static_cast<int>(ptx::lane_id()) * 16;
     TokenRows t{};
-    for (int i = 0; i < p.first_per_warp && rows.next(t); ++i) {
+    for (int i = 0; i < p.first_per_warp && tokens.next(t); ++i) {
 #pragma unroll 1
         for (int moved = 0; moved < C::kMoved; ++moved) {
             const std::byte* from = row_source(p, moved, t, row_bytes);
@@ -247,10 +247,7 @@ __device__ __forceinline__ void copy_first_rows(const LayerParams& p, std::uint6
     const auto ctas = static_cast<int>(ptx::num_ctas());
     const int first = warp * ctas + static_cast<int>(ptx::cta_id());
     const int step = C::kThreads / 32 * ctas;
-    if (p.route.endpoint.num_ranks == 1)
-        copy_some<C>(p, view, SlotsInOrder(p, view, 0, first, step));
-    else
-        copy_some<C>(p, view, TokensInOrder(p, view, 0, first, step));
+    copy_some<C>(p, view, TokensInOrder(p, view, first, step));
 }
 
 struct NoPreparation {
@@ -267,19 +264,14 @@ __device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShare
     const auto ctas = static_cast<int>(ptx::num_ctas());
     bool lost = false;
     tracer.start();
-    const auto pull_all = [&](auto puller) {
-        for (int chunk = 0; chunk < num_chunks; ++chunk) {
-            await_free_chunk(p, epoch, chunk, lost);
-            prepare(chunk, lost);
-            tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
-            const int copied = chunk == 0 ? first_copied<C>(p) : 0;
-            puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);
-        }
-    };
-    if (p.route.endpoint.num_ranks == 1)
-        pull_all(Puller<C, SlotsInOrder>(p, shared));
-    else
-        pull_all(Puller<C, TokensInOrder>(p, shared));
+    Puller<C> puller(p, shared);
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+        await_free_chunk(p, epoch, chunk, lost);
+        prepare(chunk, lost);
+        tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
+        const int copied = chunk == 0 ? first_copied<C>(p) : 0;
+        puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);
+    }
 }
 
 }  // namespace mega_moe::device

@@ -3,7 +3,6 @@
 
 #include "device/ptx/special_registers.cuh"
 #include "device/role/layer_params.h"
-#include "device/role/unit_rows.cuh"
 #include "layout/pools.h"
 #include "layout/workspace.h"
 
@@ -58,8 +57,7 @@ __device__ __forceinline__ TokenRows rows_of_entry(const RouteParams& r, std::ui
 // token ahead, since each load takes as long as a row does.
 class TokensInOrder {
   public:
-    __device__ __forceinline__ TokensInOrder(const LayerParams& p, const ChunkView& view, int, int first,
-                                             int step)
+    __device__ __forceinline__ TokensInOrder(const LayerParams& p, const ChunkView& view, int first, int step)
         : r_(p.route),
           list_(p.route.pull_list + view.first_resident),
           end_(view.residents),
@@ -94,56 +92,6 @@ class TokensInOrder {
     int held_ = 0;
     std::uint64_t window_ = 0;
     TokenRows ahead_{};
-};
-
-// Rows of a chunk in the order of their slots, every `step`-th: for a single rank, where nothing is saved by
-// moving a token once, and the first experts' rows should come first.
-class SlotsInOrder {
-  public:
-    __device__ __forceinline__ SlotsInOrder(const LayerParams& p, const ChunkView& view, int chunk, int first,
-                                            int step)
-        : r_(p.route),
-          rows_(p.route.expert_rows, (chunk + 1) * p.route.num_local),
-          end_(view.rows),
-          at_(first),
-          step_(step) {
-        if (at_ >= end_) return;
-        unit_ = rows_.next(chunk * r_.num_local);
-        unit_rows_ = rows_(unit_);
-        first_slot_ = table_word(r_.expert_slots, unit_);
-        load();
-    }
-    __device__ __forceinline__ bool next(TokenRows& t) {
-        if (at_ >= end_) return false;
-        t = {static_cast<int>(static_cast<std::uint32_t>(ahead_) & 0xFFFFF), 0, 1, slot_};
-        at_ += step_;
-        if (at_ < end_) load();
-        return true;
-    }
-
-  private:
-    __device__ __forceinline__ void load() {
-        while (at_ >= first_row_ + unit_rows_) {
-            first_row_ += unit_rows_;
-            unit_ = rows_.next(unit_ + 1);
-            unit_rows_ = rows_(unit_);
-            first_slot_ = table_word(r_.expert_slots, unit_);
-        }
-        slot_ = first_slot_ + (at_ - first_row_);
-        ahead_ = ptx::load_relaxed_gpu(r_.slots + slot_);
-    }
-
-    const RouteParams& r_;
-    UnitRows rows_;
-    int end_;
-    int at_;
-    int step_;
-    int unit_ = 0;
-    int unit_rows_ = 0;
-    int first_row_ = 0;  // of the unit, numbered over the chunk's rows
-    int first_slot_ = 0;
-    int slot_ = 0;
-    std::uint64_t ahead_ = 0;
 };
 
 }  // namespace mega_moe::device
