@@ -1,12 +1,12 @@
-"""README's table and docs/benchmarks.png from results/*.json, and from nothing else.
+"""README's table, docs/benchmarks.md and docs/benchmarks.png from results/*.json, and from nothing else.
 
-    python python/benchmarks/report.py           rewrites both
-    python python/benchmarks/report.py --check   exits 1 when either is not what it would write
+    python python/benchmarks/report.py           rewrites all three
+    python python/benchmarks/report.py --check   exits 1 when one is not what it would write
 
-The newest result of each device and number of ranks counts; those of `mega-moe bench step` lie in results/steps, and
-the newest of each model, device and number of ranks counts. A row is stale when a kernel that it launches has changed
-since it was measured: see staleness.py. Needs the standard library alone, for Python 3.10 tomli too, and matplotlib to
-draw.
+README gets a line for each layer, docs/benchmarks.md every row. The newest result of each device and number of ranks
+counts; those of `mega-moe bench step` lie in results/steps, and the newest of each model, device and number of ranks
+counts. A row is stale when a kernel that it launches has changed since it was measured: see staleness.py. Needs the
+standard library alone, for Python 3.10 tomli too, and matplotlib to draw.
 """
 
 from __future__ import annotations
@@ -17,17 +17,37 @@ import importlib.util
 import re
 import struct
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import compact_table
+import full_table
+import staleness
+import step_table
+
+del sys.path[0]
+
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+README, FULL, PLOT = Path("README.md"), Path("docs/benchmarks.md"), Path("docs/benchmarks.png")
 NONE_YET = (
     "No figures yet: `python/benchmarks/run.py` measures them on a GPU, `mega-moe bench` on your own machine."
 )
-PLOT = Path("docs/benchmarks.png")
+INTRODUCTION = (
+    "Milliseconds of one call of the layer by `fused`, or by the backend that is named, for T tokens on each GPU, "
+    "burst / sustained: right after a pause / back to back. Every row, and how to make your own: "
+    "[docs/benchmarks.md](docs/benchmarks.md)."
+)
+LEGEND = (
+    "Of ceiling: the time that the products take at this machine's rate for one large product, over the time of the "
+    "call. Vs: how many times as fast as the other one, where `grouped` is torch's grouped products and all-to-all. "
+    "Both are of one run, and of forward and backward together unless they say otherwise."
+)
 PUBLISHED_ON = (8, "NVIDIA H200")
 PUBLISHED = (
     "Published by the reference system for the same machine, tokens per rank not stated: 30B forward 12.0 -> 3.9 ms, "
@@ -47,7 +67,6 @@ def load(path: Path) -> ModuleType:
 
 
 schema = load(ROOT / "python/mega_moe/bench/schema.py")
-staleness = load(ROOT / "python/benchmarks/staleness.py")
 
 
 def newest(folder: Path) -> list:
@@ -78,80 +97,43 @@ def newest_steps(folder: Path) -> list:
 
 
 def report(results: list, kernels: Any, steps: Sequence = ()) -> str:
-    """What stands between the markers."""
-    if not results and not steps:
-        return NONE_YET
-    sections = [section(result, kernels) for result in results]
-    sections += [step_section(result, kernels) for result in steps]
-    if not results:
-        return "\n\n".join(sections)
-    return "\n\n".join([f"![TF/s of the layer by backend]({PLOT.as_posix()})", *sections])
-
-
-def section(result, kernels) -> str:
-    """One result: where and with what, its table, what was refused."""
-    where = result.environment
-    ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
-    head = (
-        f"**{where.device}{ranks}**, {where.date[:10]}, torch {where.torch}, driver {where.driver or 'unknown'}, "
-        f"kernels {short(where.kernels_sha256)}, wheel {short(where.wheel_sha256)}. "
-        "Two numbers are burst / sustained: 10 ms after a pause / at least 0.3 s back to back."
-    )
-    rows, changed = table(result, kernels)
-    lines = [head, "", *rows]
-    if changed:
-        lines += ["", staleness.footnote(changed, kernels)]
-    missing = absent(result)
-    if (where.num_ranks, where.device) == PUBLISHED_ON:
-        lines += ["", PUBLISHED]
-    if missing:
-        # An empty line ends the table, which would swallow the list as further rows.
-        lines += ["", *missing]
-    return "\n".join(lines)
-
-
-def step_section(result, kernels) -> str:
-    """One run of `mega-moe bench step`: where, its table, what was refused."""
-    where = result.environment
-    ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
-    shown = result.rows[0]
-    head = (
-        f"**Training step, {where.device}{ranks}**, {where.date[:10]}, torch {where.torch}, kernels "
-        f"{short(where.kernels_sha256)}, wheel {short(where.wheel_sha256)}. {shown.model}: {shown.layers} of "
-        f"{shown.model_layers} layers, sequence {shown.sequence} a GPU, EP {shown.ep_size}, full activation "
-        "checkpointing, FSDP2, AdamW; mean of the steps after the first ones."
-    )
-    lines = [
-        head,
-        "",
-        "| backend | precision | step s | tokens/s per GPU | MFU | MoE s | MoE forwards | peak GiB | load max/mean |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    """What stands between README's markers."""
+    tables = [
+        table + published(result, "\n\n")
+        for result in results
+        if (table := compact_table.section(result, kernels)) is not None
     ]
-    changed: list[str] = []
-    for row in result.rows:
-        if row.status == "measured":
-            old = staleness.changed(row, where, kernels)
-            changed += old
-            columns = [
-                f"{row.backend} (stale)" if old else row.backend,
-                row.precision,
-                f"{row.seconds:.3f}",
-                f"{row.tokens_per_s:.0f}",
-                "-" if row.mfu is None else f"{row.mfu:.1%}",
-                f"{row.moe_seconds:.3f}",
-                str(row.moe_forwards),
-                "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
-                f"{row.load_max_over_mean:.2f}",
-            ]
-            lines.append(f"| {' | '.join(columns)} |")
-    if changed:
-        lines += ["", staleness.footnote(changed, kernels)]
-    missing = [
-        f"- {row.status}: {row.backend}: {'; '.join(row.reasons)}"
+    legend = wrapped(f"{LEGEND} {shapes(results)}")
+    sections = [wrapped(INTRODUCTION), *tables, legend] if tables else []
+    sections += [step_table.section(result, kernels) for result in steps]
+    return "\n\n".join(sections) or NONE_YET
+
+
+def full_report(results: list, kernels: Any) -> str:
+    """What stands between the markers of docs/benchmarks.md."""
+    sections = [full_table.section(result, kernels) + published(result, "\n\n") for result in results]
+    return "\n\n".join([f"![TF/s of the layer by backend]({PLOT.name})", *sections]) if sections else NONE_YET
+
+
+def published(result: Any, before: str) -> str:
+    where = result.environment
+    return before + wrapped(PUBLISHED) if (where.num_ranks, where.device) == PUBLISHED_ON else ""
+
+
+def shapes(results: list) -> str:
+    """The sizes behind the names of the shapes, a sentence each."""
+    sizes = {
+        row.shape: f"{row.shape}: hidden {row.hidden}, intermediate {row.intermediate}, top {row.top_k} of "
+        f"{row.num_experts} experts."
+        for result in results
         for row in result.rows
-        if row.status != "measured"
-    ]
-    return "\n".join([*lines, *([""] if missing else []), *missing])
+        if row.kind == "layer" and row.outcome.status == "measured"
+    }
+    return " ".join(sizes.values())
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def file_name(environment) -> str:
@@ -161,104 +143,23 @@ def file_name(environment) -> str:
     return f"{device}{ranks}-{environment.date[:10]}.json"
 
 
-def short(sha256: str | None) -> str:
-    return "unknown" if sha256 is None else f"`{sha256[:12]}`"
-
-
-def table(result, kernels) -> tuple[list[str], list[str]]:
-    """One line per thing measured, its protocols side by side, and what has changed since for the stale ones."""
-    groups: dict[tuple[str, ...], list] = {}
-    for row in result.rows:
-        if row.outcome.status == "measured":
-            groups.setdefault(subject(row), []).append(row)
-    lines = [
-        "| what | backend | direction | ms | rate | of ceiling | MHz | dW | reserved SMs |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    changed: list[str] = []
-    for (what, backend, direction, unit, dw, reserved), rows in groups.items():
-        rows.sort(key=lambda row: row.outcome.timing.protocol)
-        columns = [
-            " / ".join(number(row.outcome.timing.seconds * 1e3) for row in rows) + alone(rows),
-            " / ".join(number(rate(row)) for row in rows) + f" {unit}",
-            " / ".join(percent(row) for row in rows),
-            " / ".join(mhz(row) for row in rows),
-        ]
-        old = staleness.changed(rows[0], result.environment, kernels)
-        changed += old
-        name = f"{what} (stale)" if old else what
-        lines.append(f"| {' | '.join([name, backend, direction, *columns, dw, reserved])} |")
-    return lines, changed
-
-
-def subject(row) -> tuple[str, ...]:
-    """What the protocols of one line have in common: what, backend, direction, unit, dW, reserved SMs."""
-    if row.kind == "ceiling":
-        return (f"{row.name}: {row.what}", "-", "-", row.unit, "-", "-")
-    if row.kind == "stage":
-        return (f"staging {row.form}, T {row.tokens}, H {row.hidden}", "-", "-", "GB/s", "-", "-")
-    if row.kind == "peer":
-        what = f"{row.shape}, T {row.tokens}, {row.precision}"
-        return (what, row.peer, row.direction, "TF/s", "-", "-")
-    reserved = "n/a" if row.reserved_sms is None else str(row.reserved_sms)
-    skew = "" if row.skew is None else f", {row.skew:g}x to rank 0"
-    copies = "" if row.weight_copies is None else f", weight copies {row.weight_copies}"
-    what = f"{row.shape}, T {row.tokens}, {row.numerics}{copies}{skew}"
-    return (what, row.backend, row.direction.replace("_", "+"), "TF/s", row.dw_dtype or "-", reserved)
-
-
-def number(value: float) -> str:
-    """Three digits, never an exponent for a large number."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def alone(rows: list) -> str:
-    """Names the protocol where a line has one only."""
-    return "" if len(rows) > 1 else f" ({rows[0].outcome.timing.protocol})"
-
-
-def rate(row) -> float:
-    return getattr(
-        row, {"ceiling": "rate", "stage": "gb_per_s", "layer": "tflops", "peer": "tflops"}[row.kind]
-    )
-
-
-def percent(row) -> str:
-    value = None if row.kind in {"ceiling", "peer"} else row.percent_of_ceiling
-    return "-" if value is None else f"{value:.0f} %"
-
-
-def mhz(row) -> str:
-    return "-" if row.outcome.timing.mhz is None else f"{row.outcome.timing.mhz:.0f}"
-
-
-def absent(result) -> list[str]:
-    """What has no figure, as list items: the rows of one backend with the same reasons share one."""
-    groups: dict[tuple, list[str]] = {}
-    for row in result.rows:
-        if row.outcome.status == "measured":
-            continue
-        backend, what = "", subject(row)[0]
-        if row.kind == "layer":
-            backend = f"{row.backend}: "
-            what = f"{row.shape} {row.numerics}" + ("" if row.direction == "all" else f" {row.direction}")
-            what += "" if row.skew is None else f", {row.skew:g}x to rank 0"
-        elif row.kind == "peer":
-            backend = f"{row.peer}: "
-        groups.setdefault((row.outcome.status, backend, row.outcome.reasons), []).append(what)
-    return [
-        f"- {status}: {backend}{', '.join(dict.fromkeys(rows))}: {'; '.join(reasons)}"
-        for (status, backend, reasons), rows in groups.items()
-    ]
-
-
-def with_report(readme: str, text: str) -> str:
-    """The README with the text between its markers. Raises ValueError unless each marker is there once, in order."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README.md: wanted {BEGIN} and {END} once each, in this order")
-    before, rest = readme.split(BEGIN)
+def with_report(document: str, text: str, name: Path) -> str:
+    """The document with the text between its markers. Raises ValueError unless each is there once, in order."""
+    begins, ends = document.count(BEGIN), document.count(END)
+    if begins != 1 or ends != 1 or document.index(BEGIN) > document.index(END):
+        raise ValueError(
+            f"{name}: got {begins} of {BEGIN} and {ends} of {END}, wanted one each, in this order"
+        )
+    before, rest = document.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def documents(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> dict[Path, tuple[str, str]]:
+    """What lies in each document and what should lie there."""
+    texts = {README: report(results, kernels, steps), FULL: full_report(results, kernels)}
+    found = {name: (root / name).read_text(encoding="utf-8") for name in texts}
+    return {name: (found[name], with_report(found[name], text, name)) for name, text in texts.items()}
 
 
 def plot_stamp(results: list) -> str:
@@ -281,11 +182,12 @@ def stamp_of(png: Path) -> str | None:
 
 
 def faults(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> list[str]:
-    """What `--check` refuses: a README or a plot that does not come from the results."""
-    found = []
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    if with_report(readme, report(results, kernels, steps)) != readme:
-        found.append("README.md: the benchmark table is not what results/ and kernels/ give")
+    """What `--check` refuses: a document or a plot that does not come from the results."""
+    found = [
+        f"{name}: the benchmark table is not what results/ and kernels/ give"
+        for name, (present, wanted) in documents(root, results, kernels, steps).items()
+        if present != wanted
+    ]
     plot = root / PLOT
     if results and not plot.is_file():
         found.append(f"{PLOT}: missing, though there are results")
@@ -297,13 +199,10 @@ def faults(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> lis
 
 
 def write(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> None:
-    readme, plot = root / "README.md", root / PLOT
-    readme.write_text(
-        with_report(readme.read_text(encoding="utf-8"), report(results, kernels, steps)),
-        encoding="utf-8",
-    )
+    for name, (_, wanted) in documents(root, results, kernels, steps).items():
+        (root / name).write_text(wanted, encoding="utf-8")
+    plot = root / PLOT
     if results:
-        plot.parent.mkdir(exist_ok=True)
         load(Path(__file__).with_name("plot.py")).draw(results, plot, plot_stamp(results))
     else:
         plot.unlink(missing_ok=True)
@@ -311,7 +210,7 @@ def write(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> None
 
 def main(argv: list[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
-        description="Write README's benchmark table and the plot from results/*.json."
+        description="Write README's benchmark table, docs/benchmarks.md and the plot from results/*.json."
     )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 when something would change"

@@ -1,0 +1,192 @@
+"""README, docs/benchmarks.md and the plot say what the results hold and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_moe.bench import schema
+from mega_moe.bench.schema import Result
+
+from ._results import sample, uneven_and_peer
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENT = "# Project\n\n<!-- bench:begin -->\n<!-- bench:end -->\n\nAfter.\n"
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
+
+
+@pytest.fixture
+def report() -> Any:
+    sys.path.insert(0, str(ROOT / "python/benchmarks"))
+    try:
+        import report
+    finally:
+        sys.path.pop(0)
+    return report
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A tree with the two documents, the kernels and no result."""
+    (tmp_path / "docs").mkdir()
+    for name in DOCUMENTS:
+        (tmp_path / name).write_text(DOCUMENT)
+    left_out = shutil.ignore_patterns("build", "bench", "tests", "__pycache__")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=left_out)
+    (tmp_path / "python/benchmarks/results").mkdir(parents=True)
+    return tmp_path
+
+
+def put(project: Path, name: str, result: Result) -> None:
+    (project / "python/benchmarks/results" / name).write_text(schema.dumps(result))
+
+
+def hashes(report: Any, project: Path) -> dict[str, Any]:
+    """What the environment of a result says that was measured with the kernels of `project`."""
+    kernels = report.staleness.Kernels.of(project / "kernels")
+    return {"kernels_sha256": kernels.sha256, "code": kernels.code}
+
+
+def test_without_results_the_documents_say_so_in_one_line(report: Any, project: Path) -> None:
+    assert report.main([], project) == 0
+    for name in DOCUMENTS:
+        text = (project / name).read_text()
+        between = text.split("<!-- bench:begin -->\n")[1].split("<!-- bench:end -->")[0]
+        assert between.count("\n") == 1
+        assert between.startswith("No figures yet")
+    assert not (project / "docs/benchmarks.png").exists()
+    assert report.main(["--check"], project) == 0
+
+
+def test_documents_and_plot_come_from_the_results(report: Any, project: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
+    put(project, "a.json", sample(**hashes(report, project)))
+    assert report.main([], project) == 0
+    readme, text = ((project / name).read_text() for name in DOCUMENTS)
+    for document in (readme, text):
+        assert document.startswith("# Project\n")
+        assert document.endswith("\nAfter.\n")
+        assert "stale" not in document
+    what = "| 30B, T 16384, bf16 | grouped | backward | 10 / 12 | 330 / 275 TF/s"
+    assert f"{what} | 43 % / 40 % | 1512 / 1512 | bfloat16 | n/a |" in text
+    assert "| staging fp8, T 16384, H 2048 | - | - | 0.026 (burst) | 3900 GB/s | 91 % |" in text
+    assert "windows a figure: 2 burst, 2 sustained." in text
+    assert "\n\n- refused: peer pull: 256 MiB: no peer\n" in text
+    refused = "30B, T 16384, bf16; 235B, T 16384, bf16"
+    assert f"- refused: fused: {refused}: no fused kernel in this wheel; T is odd\n" in text
+    assert "![TF/s of the layer by backend](benchmarks.png)" in text
+    assert "| 30B, T 16384, bf16, grouped | - | 10 / 12 | - | 43 % / 40 % backward |" in readme
+    assert "30B: hidden 2048, intermediate 768, top 8 of 128 experts." in readme.replace("\n", " ")
+    for part in ("staging", "refused", "peer pull", "235B", "vs "):
+        assert f"{part}" not in readme
+    assert report.stamp_of(project / "docs/benchmarks.png").startswith("results ")
+    assert report.main(["--check"], project) == 0
+
+
+def test_rows_are_stale_once_a_kernel_has_changed(report: Any, project: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
+    put(project, "a.json", sample(**hashes(report, project)))
+    report.main([], project)
+    kernel = project / "kernels/device/kernel/sm90_stage.cuh"
+    kernel.write_text(f"// Another comment.\n{kernel.read_text()}")
+    assert report.main(["--check"], project) == 0
+    kernel.write_text(f"{kernel.read_text()}constexpr int kNew = 1;\n")
+    assert report.main(["--check"], project) == 1
+    report.main([], project)
+    readme, text = ((project / name).read_text() for name in DOCUMENTS)
+    assert "| 30B, T 16384, bf16, grouped (stale) |" in readme
+    assert "stale: `sm90_bf16_stage` has changed since" in readme
+    assert "| staging fp8, T 16384, H 2048 (stale) |" in text
+    assert "| 30B, T 16384, bf16 (stale) | grouped |" in text
+    assert "| product bfloat16: 8192^3 |" in text
+    assert "stale: `sm90_bf16_stage`, `sm90_fp8_stage` have changed since" in text
+    assert report.main(["--check"], project) == 0
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_check_refuses_a_document_that_was_edited_by_hand(
+    report: Any, project: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    put(project, "a.json", sample())
+    report.main([], project)
+    document = project / name
+    written = document.read_text()
+    assert written.count("10 / 12") == 1
+    document.write_text(written.replace("10 / 12", "9 / 11"))
+    assert report.main(["--check"], project) == 1
+    told = capsys.readouterr().err
+    assert f"{name}: the benchmark table is not what" in told
+    assert told.count("\n") == 1
+    document.write_text(written.replace("After", "Whatever else it says"))
+    assert report.main(["--check"], project) == 0
+
+
+def test_check_refuses_a_plot_of_other_results(
+    report: Any, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
+    put(project, "a.json", sample())
+    report.main([], project)
+    plot = project / "docs/benchmarks.png"
+    kept = plot.read_bytes()
+    put(project, "a.json", sample(date="2026-11-30T10:00:00Z"))
+    report.main([], project)
+    plot.write_bytes(kept)
+    assert report.main(["--check"], project) == 1
+    assert "drawn from other results" in capsys.readouterr().err
+    plot.unlink()
+    assert report.main(["--check"], project) == 1
+    (project / "python/benchmarks/results/a.json").unlink()
+    report.main([], project)
+    plot.write_bytes(kept)
+    assert report.main(["--check"], project) == 1
+    assert "no result stands behind it" in capsys.readouterr().err
+
+
+def test_newest_of_a_device_and_of_a_number_of_ranks(report: Any, project: Path) -> None:
+    put(project, "a.json", sample(date="2026-11-30T10:00:00Z"))
+    put(project, "b.json", sample(date="2026-11-29T10:00:00Z"))
+    put(project, "c.json", sample(num_ranks=2))
+    found = report.newest(project / "python/benchmarks/results")
+    assert [(r.environment.date[:10], r.environment.num_ranks) for r in found] == [
+        ("2026-11-30", 1),
+        ("2026-11-29", 2),
+    ]
+
+
+def test_a_document_without_markers_is_refused(report: Any) -> None:
+    for text in ("nothing", "<!-- bench:end --> <!-- bench:begin -->", "<!-- bench:begin -->"):
+        with pytest.raises(ValueError, match=r"docs/benchmarks.md: got \d of <!-- bench:begin -->"):
+            report.with_report(text, "x", report.FULL)
+
+
+def test_report_runs_without_torch(tmp_path: Path) -> None:
+    """As a gate on a machine that has Python alone."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is not here')\n")
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'python/benchmarks')!r}]; import report"
+    )
+    subprocess.run([sys.executable, "-S", "-c", code], check=True, timeout=60)
+
+
+def test_uneven_routing_and_peers_in_the_documents(report: Any, project: Path) -> None:
+    kernels = report.staleness.Kernels("b" * 64, {}, {})
+    text = report.full_report([uneven_and_peer()], kernels)
+    assert "| 30B, T 16384, bf16 | grouped | backward | 10 (burst) |" in text
+    assert "| 30B, T 16384, bf16, 4x to rank 0 | grouped | backward | 40 (burst) |" in text
+    assert "| 30B, T 16384, bf16 | other | forward | 8 (its own) | 150 TF/s | - |" in text
+    assert "- failed: other: 30B, T 16384, bf16: no figure" in text
+    readme = report.report([uneven_and_peer()], kernels)
+    assert "| 30B, T 16384, bf16, grouped | - | 10 (burst) | - | 43 % (burst) backward |" in readme
+    assert "| 30B, T 16384, bf16, 4x to rank 0, grouped | - | 40 (burst) |" in readme
+    for make in (report.report, report.full_report):
+        assert "30B forward 12.0 -> 3.9 ms" in make([uneven_and_peer()], kernels)
+        assert "12.0 -> 3.9" not in make([sample()], kernels)
+    pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
+    put(project, "a.json", uneven_and_peer())
+    assert report.main([], project) == 0
