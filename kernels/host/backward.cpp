@@ -69,7 +69,7 @@ Status map_quantised_operands(const BackwardProblem& problem, const layout::Work
     constexpr std::uint32_t kHeight = layout::kTileRows;
     std::byte* x = workspace + parts[layout::kXCodePool];
     std::byte* dy = workspace + parts[layout::kDyCodePool];
-    const void* dz = workspace + parts[layout::kDzCodePool];
+    std::byte* dz = workspace + parts[layout::kDzCodePool];
     const Map by_rows[] = {
         {"x_e4m3 pool", x, rows, hidden, kHeight, p.x_load},
         {"x_e4m3 pool", x, rows, hidden, kHeight / 2, p.x_half_load},
@@ -81,7 +81,6 @@ Status map_quantised_operands(const BackwardProblem& problem, const layout::Work
         {"w_down_t", problem.w_down_transposed, local.num_local * inner, hidden, 64, p.down_load},
         {"w_gate_up_t", problem.w_gate_up_transposed, local.num_local * hidden, 2 * inner, 128,
          p.gate_up_blocks},
-        {"dz_e4m3 pool", dz, rows, 2 * inner, 16, p.dz_code_store},
     };
     p.codes[0] = {x, reinterpret_cast<float*>(workspace + parts[layout::kXScalePool])};
     p.codes[1] = {dy, reinterpret_cast<float*>(workspace + parts[layout::kDyScalePool])};
@@ -90,6 +89,9 @@ Status map_quantised_operands(const BackwardProblem& problem, const layout::Work
     p.x_scales = workspace + parts[layout::kXScalePool];
     p.dy_scales = workspace + parts[layout::kDyScalePool];
     p.dz_scales = workspace + parts[layout::kDzScalePool];
+    p.dz_codes = dz;
+    p.dz_pool = workspace + parts[layout::kDzPool];
+    p.h_pool = workspace + parts[layout::kHPool];
     p.dx_pool = workspace + parts[layout::kOPool];
     return encode(map_e4m3_rows, by_rows);
 }

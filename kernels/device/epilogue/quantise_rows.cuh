@@ -2,9 +2,11 @@
 #include <cstdint>
 
 #include "device/base/group_scale.cuh"
+#include "device/epilogue/store_rows.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/e4m3.cuh"
 #include "device/ptx/fence.cuh"
+#include "device/ptx/global_memory.cuh"
 #include "device/ptx/max_nan.cuh"
 #include "device/ptx/shared_memory.cuh"
 #include "device/ptx/tma.cuh"
@@ -26,35 +28,41 @@ __device__ __forceinline__ void amax_of_rows(const float* d, float (&amax)[2]) {
             amax[row] = ptx::max_abs_nan(amax[row], __shfl_xor_sync(ptx::kAllLanes, amax[row], distance));
 }
 
-// One warp's 16 rows x 128 columns, each row times its weight, to e4m3 with a scale factor for each row, and
-// where they go: codes by the map's box of 128 x 16 at (column, row), scale factors to 16 words at `scales`.
-// Through 2 KB of shared memory in the 128-byte swizzle and 64 bytes. `d` are the accumulators of those
-// columns: rows lane / 4 and + 8, columns 8 i + 2 (lane % 4) and + 1. One product of each element with weight
-// / scale may differ from weighting and dividing in the last bits of fp32, which is far less than the sums
-// that the element was made of do.
-__device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2], const void* map,
-                                              std::uint32_t buffer, std::uint32_t scale_buffer, int column,
-                                              int row, std::byte* scales, int lane) {
+// One warp's 16 rows x 128 columns on their way to e4m3: the scale factors of the thread's two rows, each row
+// times its weight, and what to multiply its elements by. `d` are the accumulators of those columns: rows
+// lane / 4 and + 8, columns 8 i + 2 (lane % 4) and + 1. One product of each element with weight / scale may
+// differ from weighting and dividing in the last bits of fp32, which is far less than the sums that the
+// element was made of do.
+struct RowFactors {
+    float scale[2];
+    float factor[2];
+};
+
+__device__ __forceinline__ RowFactors row_factors(float* d, const float (&weight)[2]) {
     float amax[2];
     amax_of_rows(d, amax);
-    GroupScale scale[2];
-    float factor[2];
+    RowFactors f;
+    bool lifted = false;
+    float lift[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        scale[i] = make_group_scale(amax[i] * fabsf(weight[i]));
-        factor[i] = weight[i] * scale[i].high;
+        const GroupScale own = make_group_scale(amax[i] * fabsf(weight[i]));
+        f.scale[i] = own.scale;
+        f.factor[i] = weight[i] * own.high;
+        lift[i] = own.lift;
+        lifted = lifted || own.lift != 1.0f;
     }
-    if (ptx::any(scale[0].lift != 1.0f || scale[1].lift != 1.0f)) {
+    if (ptx::any(lifted)) {
 #pragma unroll
         for (int i = 0; i < 64; ++i)
-            d[i] *= scale[i / 2 % 2].lift;
+            d[i] *= lift[i / 2 % 2];
     }
-    if (lane == 0) ptx::bulk_wait_read<0>();
-    __syncwarp();
-    if (lane % 4 == 0) {
-        ptx::store_shared(scale_buffer + lane, scale[0].scale);
-        ptx::store_shared(scale_buffer + lane + 32, scale[1].scale);
-    }
+    return f;
+}
+
+// Codes to 2 KB of shared memory, in the 128-byte swizzle.
+__device__ __forceinline__ void stage_codes(const float* d, const float (&factor)[2], std::uint32_t buffer,
+                                            int lane) {
     const int in_warp = lane / 4;
     const std::uint32_t at = buffer + in_warp * 128 + lane % 4 * 2;
 #pragma unroll
@@ -64,6 +72,21 @@ __device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2]
         ptx::store_shared(to, ptx::convert_e4m3x2(d[i] * factor[0], d[i + 1] * factor[0]));
         ptx::store_shared(to + 1024, ptx::convert_e4m3x2(d[i + 2] * factor[1], d[i + 3] * factor[1]));
     }
+}
+
+// Codes by the map's box of 128 x 16 at (column, row), scale factors to 16 words at `scales`, through 64
+// bytes of shared memory.
+__device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2], const void* map,
+                                              std::uint32_t buffer, std::uint32_t scale_buffer, int column,
+                                              int row, std::byte* scales, int lane) {
+    const RowFactors f = row_factors(d, weight);
+    if (lane == 0) ptx::bulk_wait_read<0>();
+    __syncwarp();
+    if (lane % 4 == 0) {
+        ptx::store_shared(scale_buffer + lane, f.scale[0]);
+        ptx::store_shared(scale_buffer + lane + 32, f.scale[1]);
+    }
+    stage_codes(d, f.factor, buffer, lane);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
@@ -71,6 +94,17 @@ __device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2]
         ptx::bulk_store(scales, scale_buffer, 64);
         ptx::bulk_commit();
     }
+}
+
+// The same by ordinary stores, of rows without weights, from the first code on.
+__device__ __forceinline__ void quantise_rows_directly(float* d, std::byte* first, std::int64_t row_bytes,
+                                                       std::uint32_t buffer, std::byte* scales, int lane) {
+    const float one[2] = {1.0f, 1.0f};
+    const RowFactors f = row_factors(d, one);
+    store_block_directly([&] { stage_codes(d, f.factor, buffer, lane); }, first, row_bytes, buffer, lane);
+    if (lane % 4 < 2)
+        ptx::store(reinterpret_cast<float*>(scales) + lane / 4 + lane % 4 * 8,
+                   lane % 4 == 0 ? f.scale[0] : f.scale[1]);
 }
 
 }  // namespace mega_moe::device

@@ -63,32 +63,39 @@ __device__ __forceinline__ void store_rows(const float* d, const void* map, std:
                     lane);
 }
 
-// The same by ordinary stores, whole lines of 128 bytes, from the first element on: with one buffer, a copy
-// by the engine for each block would wait for the one before. Whoever is told of the rows must be told after
-// __syncwarp.
+// By one warp: what `stage` leaves in its buffer, 16 rows of 128 bytes, by ordinary stores of whole lines
+// from `first` on: with one buffer, a copy by the engine for each block would wait for the one before, and
+// for the loads that are queued there. Whoever is told of the rows must be told after __syncwarp. No copy may
+// still read the buffer, and before one does it takes a fence.
+template <class Stage>
+__device__ __forceinline__ void store_block_directly(const Stage& stage, std::byte* first,
+                                                     std::int64_t row_bytes, std::uint32_t buffer, int lane) {
+    constexpr int kAtOnce = 4;  // rows
+    std::byte* to = first + lane / 8 * row_bytes + lane % 8 * 16;
+    __syncwarp();
+    stage();
+    __syncwarp();
+    uint4 v[16 / kAtOnce];
+#pragma unroll
+    for (int i = 0; i < 16 / kAtOnce; ++i) {
+        const int row = i * kAtOnce + lane / 8;
+        v[i] = ptx::load_shared_vector(buffer + row * 128 + ((lane % 8 ^ row % 8) << 4));
+    }
+#pragma unroll
+    for (int i = 0; i < 16 / kAtOnce; ++i)
+        ptx::store(to + i * kAtOnce * row_bytes, v[i]);
+}
+
+// One warp's 16 rows x 64 `Blocks` columns of bf16 in the same way, with a buffer that copies read before and
+// will read after.
 template <int Blocks>
 __device__ __forceinline__ void store_rows_directly(const float* d, std::byte* first, std::int64_t row_bytes,
                                                     std::uint32_t buffer, int lane) {
-    constexpr int kAtOnce = 4;  // rows
-    std::byte* to = first + lane / 8 * row_bytes + lane % 8 * 16;
-    // Whatever copy read the buffer last.
     if (lane == 0) ptx::bulk_wait_read<0>();
 #pragma unroll
-    for (int block = 0; block < Blocks; ++block) {
-        __syncwarp();
-        stage_block(d + 32 * block, buffer, lane);
-        __syncwarp();
-        uint4 v[16 / kAtOnce];
-#pragma unroll
-        for (int i = 0; i < 16 / kAtOnce; ++i) {
-            const int row = i * kAtOnce + lane / 8;
-            v[i] = ptx::load_shared_vector(buffer + row * 128 + ((lane % 8 ^ row % 8) << 4));
-        }
-#pragma unroll
-        for (int i = 0; i < 16 / kAtOnce; ++i)
-            ptx::store(to + i * kAtOnce * row_bytes + block * 128, v[i]);
-    }
-    // The buffer is next read by a copy.
+    for (int block = 0; block < Blocks; ++block)
+        store_block_directly([&] { stage_block(d + 32 * block, buffer, lane); }, first + block * 128,
+                             row_bytes, buffer, lane);
     ptx::fence_proxy_async_shared();
     __syncwarp();
 }

@@ -39,13 +39,15 @@ struct BackwardParams : LayerParams {
     TensorMap dw_gate_up_store;  // bf16 gradients, 16 rows
     TensorMap dw_down_store;
     // In fp8.
-    TensorMap dz_code_store;      // dz pool in e4m3, 16 rows
     const float* gate_up_scales;  // [num_local, 2 * intermediate / 128, hidden / 128]
     const float* down_scales;     // [num_local, hidden / 128, intermediate / 128]
     const std::byte* x_scales;    // pools, by blocks of 128 rows: [hidden / 128][128]
     const std::byte* dy_scales;   // the same
     std::byte* dz_scales;         // the same [2 * intermediate / 128][128]
-    std::byte* dx_pool;           // what dx_store stores to
+    std::byte* dz_codes;          // pool [2 * intermediate] in e4m3
+    std::byte* dz_pool;           // what dz_store stores to, and so on
+    std::byte* h_pool;
+    std::byte* dx_pool;
     GradientTarget dw_gate_up;
     GradientTarget dw_down;
     std::int64_t partial_stride;  // elements of an expert's sums between parts

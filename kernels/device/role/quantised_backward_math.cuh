@@ -43,6 +43,12 @@ class QuantisedBackwardMath {
 
   private:
     static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
+    // The same, and what is worked out from it: the compiler would keep that in memory from tile to tile.
+    static __device__ __forceinline__ int lane_anew() {
+        int value = lane();
+        asm volatile("" : "+r"(value));
+        return value;
+    }
     // Of the tile: the warpgroup's rows, and the warp's.
     __device__ __forceinline__ int first_row() const { return math_warp_ / 4 * layout::kRowBlock; }
     __device__ __forceinline__ int warp_row() const { return math_warp_ * 16; }
@@ -115,11 +121,14 @@ class QuantisedBackwardMath {
 
     __device__ __forceinline__ void store_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
                                              const std::uint32_t (&up)[32], float (&dh)[64]) {
+        const int lane = lane_anew();
+        // Whatever copy read the buffer last.
+        if (lane == 0) ptx::bulk_wait_read<0>();
         float weight[2];
         std::uint32_t mask[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = warp_row() + lane() / 4 + 8 * i;
+            const int row = warp_row() + lane / 4 + 8 * i;
             mask[i] = row < t.rows ? 0xFFFFFFFFu : 0;
             weight[i] = 0.0f;
             if (row < t.rows)
@@ -141,25 +150,29 @@ class QuantisedBackwardMath {
                 swiglu_backward_wide<false>(gate + 16 * block, up + 16 * block, words, dg_block, du_block,
                                             weight, mask, p.clamp, dw);
             const int column = t.column + block * 64;
-            store_words(words, &p.h_store, column, row);
+            store_words(words, p.h_pool, p.intermediate, column, row);
             round_block(words, dg_block, mask);
-            store_words(words, &p.dz_store, column, row);
+            store_words(words, p.dz_pool, 2 * p.intermediate, column, row);
             round_block(words, du_block, mask);
-            store_words(words, &p.dz_store, p.intermediate + column, row);
+            store_words(words, p.dz_pool, 2 * p.intermediate, p.intermediate + column, row);
         }
         if (p.needs_dtopk) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 1);
                 dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 2);
-                const std::int64_t part_row = row + lane() / 4 + 8 * i;
-                if (lane() % 4 == 0)
+                const std::int64_t part_row = row + lane / 4 + 8 * i;
+                if (lane % 4 == 0)
                     ptx::store(p.dtopk_parts + part_row * (p.intermediate / 128) + t.column / 128, dw[i]);
             }
         }
-        if (!p.needs_dx) return;
-        store_codes(dh, t.column, t, row);
-        store_codes(du, p.intermediate + t.column, t, row);
+        if (p.needs_dx) {
+            store_codes(dh, t.column, t, row);
+            store_codes(du, p.intermediate + t.column, t, row);
+        }
+        // All of it is read by copies, and the buffer too.
+        ptx::fence_proxy_async_global();
+        ptx::fence_proxy_async_shared();
     }
     static __device__ __forceinline__ void round_block(std::uint32_t (&words)[16], const float* d,
                                                        const std::uint32_t (&mask)[2]) {
@@ -167,19 +180,23 @@ class QuantisedBackwardMath {
         for (int i = 0; i < 16; ++i)
             words[i] = ptx::convert_bf16x2(d[2 * i], d[2 * i + 1]) & mask[i % 2];
     }
-    __device__ __forceinline__ void store_words(const std::uint32_t* words, const TensorMap* map, int column,
-                                                int row) {
+    __device__ __forceinline__ void store_words(const std::uint32_t* words, std::byte* pool, int columns,
+                                                int column, int row) {
+        const int lane = lane_anew();
+        const std::int64_t row_bytes = std::int64_t{columns} * 2;
         const std::uint32_t buffer = shared.store_buffer(math_warp_);
-        store_block([&] { stage_words(words, buffer, lane()); }, map, buffer, column, row, lane());
+        store_block_directly([&] { stage_words(words, buffer, lane); }, pool + row * row_bytes + column * 2,
+                             row_bytes, buffer, lane);
     }
     // Straight from fp32. Rows beyond the last have any codes, which only such rows of dx are made of.
     __device__ __forceinline__ void store_codes(float (&d)[64], int column, const BackwardTile& t, int row) {
-        const float one[2] = {1.0f, 1.0f};
+        const int lane = lane_anew();
+        const std::int64_t row_bytes = 2 * p.intermediate;
         const std::int64_t run = layout::scale_run(t.pool_row, column / layout::kQuantGroup,
                                                    2 * p.intermediate / layout::kQuantGroup);
-        quantise_rows(d, one, &p.dz_code_store, shared.store_buffer(math_warp_),
-                      shared.store_scales(math_warp_), column, row,
-                      p.dz_scales + run * layout::kRowScaleBytes + warp_row() * 4, lane());
+        quantise_rows_directly(d, p.dz_codes + row * row_bytes + column, row_bytes,
+                               shared.store_buffer(math_warp_),
+                               p.dz_scales + run * layout::kRowScaleBytes + warp_row() * 4, lane);
     }
 
     __device__ __forceinline__ void dx_tile(Tracer<C::kTrace>& tracer) {
