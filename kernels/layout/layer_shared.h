@@ -54,6 +54,7 @@ struct LayerShared {
     int column_scales;
     int store_scales;
     int pull_scales;
+    int pull_codes;  // of the backward in fp8: those of one piece
     int pieces;
     int ring;
     int mailbox;  // uint32 [kMailbox]
@@ -80,7 +81,8 @@ MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
     s.column_scales = s.row_scales + (quantised ? stages * kRowScaleBytes : 0);
     s.store_scales = s.column_scales + (quantised ? stages * kColumnScaleBytes : 0);
     s.pull_scales = s.store_scales + (quantised ? kMathWarps * kStoreScaleBytes : 0);
-    s.pieces = s.pull_scales + (forward ? s.pull_buffers * kPullScaleBytes : 0);
+    s.pull_codes = s.pull_scales + (forward ? s.pull_buffers * kPullScaleBytes : 0);
+    s.pieces = s.pull_codes + (quantised && !forward ? kPullBytes / 2 : 0);
     s.ring = s.pieces + (forward ? (kPullPieces * kPullPieceBytes + 15) / 16 * 16 : 0);
     s.mailbox = s.ring + kTileRing * kTileRecordBytes;
     s.barriers = s.mailbox + kMailbox * 4;

@@ -59,11 +59,11 @@ class Puller {
             ptx::bulk_commit();
             if constexpr (C::kQuantisesRows)
                 quantise_piece(p.codes[piece.moved], view, piece.of, p.hidden, piece.offset, piece.bytes,
-                               shared.pull_buffer(landing_.at));
+                               shared.pull_buffer(landing_.at), shared.pull_codes());
             landing_.next();
             stored(before);
             if (uncounted_ == kRowsPerCount) {
-                ptx::bulk_wait<1>();
+                ptx::bulk_wait<kGroups>();
                 count();
             }
             before = piece;
@@ -81,6 +81,8 @@ class Puller {
     // Some buffers take stores while the others load.
     static constexpr int kStoring = C::kPullBuffers > 3 ? 2 : 1;
     static constexpr int kAhead = C::kPullBuffers - kStoring;
+    // Groups of bulk stores for a piece.
+    static constexpr int kGroups = C::kQuantisesRows ? 2 : 1;
 
     // The piece after `newest`, which becomes it, with its load under way; none at the end.
     __device__ __forceinline__ PullPiece start_next(TokensInOrder& tokens, PullPiece& newest) {
@@ -103,7 +105,7 @@ class Puller {
         piece.last = piece.offset + piece.bytes == row_bytes && piece.moved == C::kMoved - 1;
         maybe_delay(p.delay_seed, static_cast<std::uint32_t>(piece.of.token));
         // The stores that last read the buffer: of so many pieces they come between them and this.
-        ptx::bulk_wait_read<kStoring - 1>();
+        ptx::bulk_wait_read<kStoring * kGroups - 1>();
         __syncwarp();
         load(piece);
         newest = piece;

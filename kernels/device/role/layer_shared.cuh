@@ -82,6 +82,7 @@ struct LayerShared {
     __device__ __forceinline__ std::uint32_t pull_scales(int buffer) const {
         return base + C::kAt.pull_scales + buffer * layout::kPullScaleBytes;
     }
+    __device__ __forceinline__ std::uint32_t pull_codes() const { return base + C::kAt.pull_codes; }
     __device__ __forceinline__ std::uint32_t* piece(int i) const {
         return reinterpret_cast<std::uint32_t*>(generic + C::kAt.pieces + i * layout::kPullPieceBytes);
     }
