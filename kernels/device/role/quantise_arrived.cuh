@@ -39,50 +39,40 @@ __device__ __forceinline__ void quantise_arrived(const ArrivedCodes& to, const C
     }
 }
 
-// The same of a piece of a row in shared memory, `bytes` of bf16 from byte `offset` of the row on: codes by
-// bulk stores of each lane's slot, one group of them, from `code_buffer`, which no store but the latest group
-// may still read by the time that the codes are there.
+// The same of a piece of a row in shared memory, `bytes` of bf16 from byte `offset` of the row on, eight
+// groups at most: codes by bulk stores of each lane's slot, one group of them, from `code_buffer`, which no
+// store but the latest group may still read by the time that the codes are there.
 __device__ __forceinline__ void quantise_piece(const ArrivedCodes& to, const ChunkView& view,
                                                const TokenRows& t, int hidden, int offset, int bytes,
                                                std::uint32_t buffer, std::uint32_t code_buffer) {
     constexpr int kGroupBytes = layout::kQuantGroup * 2;
-    constexpr int kQuads = layout::kPullBytes / (kQuad * 512);
+    constexpr int kGroups = 2 * kQuad;
+    static_assert(layout::kQuantisingPullBytes == kGroups * kGroupBytes);
     const int lane = static_cast<int>(ptx::lane_id());
-    const int group = lane % 16;  // whose scale factor this lane stores
-    static_assert(kQuads * kQuad * 2 == 16);
-    float scale = 0.0f;
+    uint4 v[kQuad];
 #pragma unroll
-    for (int quads = 0; quads < kQuads; ++quads) {
-        const int at = quads * kQuad * 512;
-        if (at >= bytes) break;
-        uint4 v[kQuad];
+    for (int i = 0; i < kQuad; ++i)
+        v[i] = i * 512 < bytes ? ptx::load_shared_vector(buffer + i * 512 + lane * 16) : uint4{0, 0, 0, 0};
+    const QuantisedQuad quad = quantise_quad(v, lane);
+    ptx::bulk_wait_read<1>();
+    __syncwarp();
+    const std::uint32_t codes = code_buffer + (lane / 2 + 16 * (lane & 1)) * 16;
 #pragma unroll
-        for (int i = 0; i < kQuad; ++i)
-            v[i] = at + i * 512 < bytes ? ptx::load_shared_vector(buffer + at + i * 512 + lane * 16)
-                                        : uint4{0, 0, 0, 0};
-        const QuantisedQuad quad = quantise_quad(v, lane);
-        const float its =
-            __shfl_sync(ptx::kAllLanes, quad.scale, group % 2 * kLanesPerGroup + scale_lane(group / 2 % 4));
-        if (group / 8 == quads) scale = its;
-        if (quads == 0) {
-            ptx::bulk_wait_read<1>();
-            __syncwarp();
-        }
-        const std::uint32_t codes = code_buffer + at / 2 + (lane / 2 + 16 * (lane & 1)) * 16;
-#pragma unroll
-        for (int i = 0; i < kQuad; i += 2)
-            ptx::store_shared(codes + i * 256, quad.codes[i / 2]);
-    }
+    for (int i = 0; i < kQuad; i += 2)
+        ptx::store_shared(codes + i * 256, quad.codes[i / 2]);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane < t.rows)
         ptx::bulk_store(to.codes + (std::int64_t{t.slot} + view.row_of_slot) * hidden + offset / 2,
                         code_buffer, static_cast<std::uint32_t>(bytes / 2));
     ptx::bulk_commit();
-    // Two slots at once.
+    // Four slots at once; a lane has the scale factor of one group.
+    const int group = lane % kGroups;
+    const float scale =
+        __shfl_sync(ptx::kAllLanes, quad.scale, group % 2 * kLanesPerGroup + scale_lane(group / 2));
 #pragma unroll 1
-    for (int first = 0; first < t.rows; first += 2) {
-        const int slot = first + lane / 16;
+    for (int first = 0; first < t.rows; first += 32 / kGroups) {
+        const int slot = first + lane / kGroups;
         const std::int64_t row = __shfl_sync(ptx::kAllLanes, t.slot, slot) + view.row_of_slot;
         if (slot < t.rows && group < bytes / kGroupBytes)
             ptx::store(
