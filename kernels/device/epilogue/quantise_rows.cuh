@@ -96,15 +96,47 @@ __device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2]
     }
 }
 
-// The same by ordinary stores, of rows without weights, from the first code on.
-__device__ __forceinline__ void quantise_rows_directly(float* d, std::byte* first, std::int64_t row_bytes,
-                                                       std::uint32_t buffer, std::byte* scales, int lane) {
-    const float one[2] = {1.0f, 1.0f};
-    const RowFactors f = row_factors(d, one);
-    store_block_directly([&] { stage_codes(d, f.factor, buffer, lane); }, first, row_bytes, buffer, lane);
-    if (lane % 4 < 2)
-        ptx::store(reinterpret_cast<float*>(scales) + lane / 4 + lane % 4 * 8,
-                   lane % 4 == 0 ? f.scale[0] : f.scale[1]);
+// Largest magnitude of each of four values over the four lanes of a row: that of value lane % 4. NaN where
+// there is one.
+__device__ __forceinline__ float amax_of_fours(const float (&v)[4], int lane) {
+    const bool odd = lane % 2 != 0;
+    const bool upper = lane / 2 % 2 != 0;
+    float pair[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        pair[i] = ptx::max_abs_nan(odd ? v[2 * i + 1] : v[2 * i],
+                                   __shfl_xor_sync(ptx::kAllLanes, odd ? v[2 * i] : v[2 * i + 1], 1));
+    return ptx::max_abs_nan(upper ? pair[1] : pair[0],
+                            __shfl_xor_sync(ptx::kAllLanes, upper ? pair[0] : pair[1], 2));
+}
+
+// The thread's part of two groups of a row as quantise_rows takes them, without weights: the four lanes of a
+// row find one scale factor each, of group lane / 2 % 2 and row lane / 4 + 8 (lane % 2), which is returned.
+// Elements are lifted where their scale asks for that, and are to be multiplied by factor[group][row].
+__device__ __forceinline__ float factors_of_two_groups(float (&first)[64], float (&second)[64],
+                                                       float (&factor)[2][2], int lane) {
+    float amax[4] = {};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        amax[i / 2 % 2] = ptx::max_abs_nan(amax[i / 2 % 2], first[i]);
+        amax[2 + i / 2 % 2] = ptx::max_abs_nan(amax[2 + i / 2 % 2], second[i]);
+    }
+    const GroupScale own = make_group_scale(amax_of_fours(amax, lane));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        factor[i / 2][i % 2] = __shfl_sync(ptx::kAllLanes, own.high, i, 4);
+    if (ptx::any(own.lift != 1.0f)) {
+        float lift[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            lift[i] = __shfl_sync(ptx::kAllLanes, own.lift, i, 4);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            first[i] *= lift[i / 2 % 2];
+            second[i] *= lift[2 + i / 2 % 2];
+        }
+    }
+    return own.scale;
 }
 
 }  // namespace mega_moe::device

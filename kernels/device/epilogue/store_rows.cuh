@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_rows(const float* d, const void* map, std:
 // By one warp: what `stage` leaves in its buffer, 16 rows of 128 bytes, by ordinary stores of whole lines
 // from `first` on: with one buffer, a copy by the engine for each block would wait for the one before, and
 // for the loads that are queued there. Whoever is told of the rows must be told after __syncwarp. No copy may
-// still read the buffer, and before one does it takes a fence.
+// still read the buffer.
 template <class Stage>
 __device__ __forceinline__ void store_block_directly(const Stage& stage, std::byte* first,
                                                      std::int64_t row_bytes, std::uint32_t buffer, int lane) {
@@ -86,8 +86,7 @@ __device__ __forceinline__ void store_block_directly(const Stage& stage, std::by
         ptx::store(to + i * kAtOnce * row_bytes, v[i]);
 }
 
-// One warp's 16 rows x 64 `Blocks` columns of bf16 in the same way, with a buffer that copies read before and
-// will read after.
+// One warp's 16 rows x 64 `Blocks` columns of bf16 in the same way, with a buffer that copies may have read.
 template <int Blocks>
 __device__ __forceinline__ void store_rows_directly(const float* d, std::byte* first, std::int64_t row_bytes,
                                                     std::uint32_t buffer, int lane) {
@@ -96,7 +95,6 @@ __device__ __forceinline__ void store_rows_directly(const float* d, std::byte* f
     for (int block = 0; block < Blocks; ++block)
         store_block_directly([&] { stage_block(d + 32 * block, buffer, lane); }, first + block * 128,
                              row_bytes, buffer, lane);
-    ptx::fence_proxy_async_shared();
     __syncwarp();
 }
 

@@ -90,12 +90,26 @@ class QuantisedBackwardMath {
         pass_tile<C>(shared, stage_, products * k_blocks, told_, lane());
     }
 
+    // The routing weights of the warp's rows, 0 beyond the last, until the products are made: to load them
+    // behind these takes half a microsecond.
+    __device__ __forceinline__ void keep_weights() {
+        const BackwardTile& t = record();
+        float weight = 0.0f;
+        if (lane() < 16 && warp_row() + lane() < t.rows)
+            weight = __uint_as_float(static_cast<std::uint32_t>(
+                ptx::load_relaxed_gpu(p.route.slots + t.slot + warp_row() + lane()) >> 32));
+        told_.wait(shared.full(stage_.at), stage_.parity, lane());
+        if (lane() < 16) ptx::store_shared(shared.store_scales(math_warp_) + lane() * 4, weight);
+        __syncwarp();
+    }
+
     // Gate and up anew, the gradient of h, and from these in registers dz, h and a part of dtopk.
     __device__ __forceinline__ void dz_tile(Tracer<C::kTrace>& tracer) {
         if (record().rows <= first_row()) {
             pass(2);
             return;
         }
+        keep_weights();
         trace_wait(tracer);
         std::uint32_t gate[32], up[32];
         {
@@ -114,7 +128,6 @@ class QuantisedBackwardMath {
         trace_end(TraceKind::kDz, t, tracer);
         told_.publish(lane());
         store_dz(t, gate, up, dh);
-        __syncwarp();
         told_.later(p.counters + p.zd_done + (t.slot + first_row()) / layout::kRowBlock, nullptr, lane());
         trace_end(TraceKind::kStoreDz, t, tracer);
     }
@@ -130,10 +143,7 @@ class QuantisedBackwardMath {
         for (int i = 0; i < 2; ++i) {
             const int row = warp_row() + lane / 4 + 8 * i;
             mask[i] = row < t.rows ? 0xFFFFFFFFu : 0;
-            weight[i] = 0.0f;
-            if (row < t.rows)
-                weight[i] = __uint_as_float(
-                    static_cast<std::uint32_t>(ptx::load_relaxed_gpu(p.route.slots + t.slot + row) >> 32));
+            weight[i] = ptx::load_shared(shared.store_scales(math_warp_) + (lane / 4 + 8 * i) * 4);
         }
         const int row = t.pool_row + warp_row();
         float dw[2] = {};
@@ -166,13 +176,7 @@ class QuantisedBackwardMath {
                     ptx::store(p.dtopk_parts + part_row * (p.intermediate / 128) + t.column / 128, dw[i]);
             }
         }
-        if (p.needs_dx) {
-            store_codes(dh, t.column, t, row);
-            store_codes(du, p.intermediate + t.column, t, row);
-        }
-        // All of it is read by copies, and the buffer too.
-        ptx::fence_proxy_async_global();
-        ptx::fence_proxy_async_shared();
+        if (p.needs_dx) store_codes(dh, du, t, row);
     }
     static __device__ __forceinline__ void round_block(std::uint32_t (&words)[16], const float* d,
                                                        const std::uint32_t (&mask)[2]) {
@@ -189,14 +193,23 @@ class QuantisedBackwardMath {
                              row_bytes, buffer, lane);
     }
     // Straight from fp32. Rows beyond the last have any codes, which only such rows of dx are made of.
-    __device__ __forceinline__ void store_codes(float (&d)[64], int column, const BackwardTile& t, int row) {
+    __device__ __forceinline__ void store_codes(float (&dg)[64], float (&du)[64], const BackwardTile& t,
+                                                int row) {
         const int lane = lane_anew();
         const std::int64_t row_bytes = 2 * p.intermediate;
-        const std::int64_t run = layout::scale_run(t.pool_row, column / layout::kQuantGroup,
-                                                   2 * p.intermediate / layout::kQuantGroup);
-        quantise_rows_directly(d, p.dz_codes + row * row_bytes + column, row_bytes,
-                               shared.store_buffer(math_warp_),
-                               p.dz_scales + run * layout::kRowScaleBytes + warp_row() * 4, lane);
+        const std::uint32_t buffer = shared.store_buffer(math_warp_);
+        std::byte* first = p.dz_codes + row * row_bytes + t.column;
+        float factor[2][2];
+        const float scale = factors_of_two_groups(dg, du, factor, lane);
+        store_block_directly([&] { stage_codes(dg, factor[0], buffer, lane); }, first, row_bytes, buffer,
+                             lane);
+        store_block_directly([&] { stage_codes(du, factor[1], buffer, lane); }, first + p.intermediate,
+                             row_bytes, buffer, lane);
+        const int column = t.column + lane / 2 % 2 * p.intermediate;
+        ptx::store(reinterpret_cast<float*>(p.dz_scales) +
+                       layout::scale_at(row + lane / 4 + lane % 2 * 8, column / layout::kQuantGroup,
+                                        2 * p.intermediate / layout::kQuantGroup),
+                   scale);
     }
 
     __device__ __forceinline__ void dx_tile(Tracer<C::kTrace>& tracer) {
@@ -243,7 +256,7 @@ class QuantisedBackwardMath {
     const BackwardParams& p;
     const LayerShared<C>& shared;
     int math_warp_;
-    Deferred told_;
+    Deferred<C> told_;
     RingCursor<C::kStages> stage_;
     RingCursor<C::kRing> ring_;
 };

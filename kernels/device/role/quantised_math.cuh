@@ -47,7 +47,7 @@ __device__ __forceinline__ void trace_end(Tracer<C::kTrace>& tracer, TraceKind k
 template <class C>
 __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, const LayerShared<C>& shared,
                                                      const TileRecord& t, int math_warp, float (&d)[128],
-                                                     float lane_weight, Deferred& unpublished, int lane) {
+                                                     float lane_weight, Deferred<C>& unpublished, int lane) {
     const int first_row = math_warp / 4 * layout::kRowBlock;
     const int warp_row = first_row + math_warp % 4 * 16;
     const std::uint32_t buffer = shared.store_buffer(math_warp);
@@ -85,7 +85,7 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
     int x_scales = 0;
     RingCursor<C::kStages> stage;
     RingCursor<C::kRing> ring;
-    Deferred unpublished(p.counters);
+    Deferred<C> unpublished(p.counters);
     tracer.start();
     for (;; ring.next()) {
         unpublished.wait(shared.ring_full(ring.at), ring.parity, lane);

@@ -14,6 +14,7 @@ namespace mega_moe::device {
 inline constexpr Promotion kPromotion = Promotion::kQuarters;
 
 // As Unpublished, in fewer registers: a counter's index, and one at a time.
+template <class C>
 struct Deferred {
     static constexpr std::int32_t kNone = -1;
 
@@ -25,6 +26,12 @@ struct Deferred {
     // By one warp. It waits for this warp's stores alone: wgmma keeps the warps of a warpgroup in step, and
     // one that waited for another here could wait for ever.
     __device__ __forceinline__ void publish(int lane) {
+        if constexpr (C::kQuantisesRows) {
+            // Of dz, which ordinary stores write and copies read. Here rather than behind the stores, since
+            // they are through by now.
+            if (counter >= 0) ptx::fence_proxy_async_global();
+            __syncwarp();
+        }
         if (counter >= 0 && lane == 0) {
             ptx::bulk_wait<0>();
             ptx::add_release_gpu(counters + counter, 1);
@@ -64,7 +71,7 @@ template <class C, class RowScales>
 struct QuantisedStages {
     const LayerShared<C>& shared;
     RingCursor<C::kStages>& stage;  // the next that is opened
-    Deferred& unpublished;
+    Deferred<C>& unpublished;
     RowScales row_scales;
     int warpgroup;
     int lane;
@@ -116,7 +123,7 @@ struct RowScalesOfStage {
 // A warpgroup without rows passes the stages of a tile on.
 template <class C>
 __device__ __forceinline__ void pass_tile(const LayerShared<C>& shared, RingCursor<C::kStages>& stage,
-                                          int k_blocks, Deferred& unpublished, int lane) {
+                                          int k_blocks, Deferred<C>& unpublished, int lane) {
     for (int k_block = 0; k_block < k_blocks; ++k_block, stage.next()) {
         unpublished.wait(shared.full(stage.at), stage.parity, lane);
         release_stage<C>(shared, stage.at, lane);
@@ -127,7 +134,7 @@ __device__ __forceinline__ void pass_tile(const LayerShared<C>& shared, RingCurs
 template <class C, class RowScales, int Columns>
 __device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const LayerShared<C>& shared,
                                                    RingCursor<C::kStages>& stage, int k_blocks,
-                                                   Deferred& unpublished, const RowScales& row_scales,
+                                                   Deferred<C>& unpublished, const RowScales& row_scales,
                                                    int math_warp, int lane) {
     [[maybe_unused]] const std::uint32_t zero = ptx::opaque_zero();
     QuantisedStages<C, RowScales> stages{shared, stage, unpublished, row_scales, math_warp / 4, lane};
