@@ -88,6 +88,24 @@ __device__ __forceinline__ void multiply_blocks(float (&sums)[Columns], PartialS
     }
 }
 
+// sums += the scaled products of one k-block with 128 columns, one pass at a time: half of the partial sums,
+// where registers are needed for more than products.
+template <class Source>
+__device__ __forceinline__ void multiply_block_in_turn(float (&sums)[64], float (&partial)[32],
+                                                       std::uint32_t zero, Source& source) {
+    const StageOperands at = source.open();
+    BlockScales scales;
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+        start_pass(partial, at.rows, at.columns + pass * static_cast<std::uint32_t>(kStepOf64Rows), zero);
+        if (pass == 0) scales = source.scales();
+        ptx::wgmma_wait<0>();
+        if (pass == 1) source.close(1);
+        promote_pass(sums + 32 * pass, partial, scales.rows[0] * scales.columns[0],
+                     scales.rows[1] * scales.columns[0]);
+    }
+}
+
 // sums += the scaled products of one k-block with 256 columns, in halves. `Source` as above.
 template <class Source>
 __device__ __forceinline__ void multiply_block_in_halves(float (&sums)[128], Source& source) {

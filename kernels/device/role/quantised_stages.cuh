@@ -130,7 +130,7 @@ __device__ __forceinline__ void pass_tile(const LayerShared<C>& shared, RingCurs
     }
 }
 
-// sums += a tile's products, by a warpgroup with rows. With 64 sums a thread k_blocks is even.
+// sums += a tile's products, by a warpgroup with rows.
 template <class C, class RowScales, int Columns>
 __device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const LayerShared<C>& shared,
                                                    RingCursor<C::kStages>& stage, int k_blocks,
@@ -141,14 +141,20 @@ __device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const
     if constexpr (Columns == 128 && kPromotion == Promotion::kHalves) {
         while (stages.k_block < k_blocks)
             multiply_block_in_halves(sums, stages);
+    } else if constexpr (Columns == 64) {
+        float partial[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            partial[i] = 0.0f;
+        while (stages.k_block < k_blocks)
+            multiply_block_in_turn(sums, partial, zero, stages);
     } else {
         PartialSums partial;
 #pragma unroll
         for (int i = 0; i < 64; ++i)
             partial[i / 32][i % 32] = 0.0f;
-        // Four passes between two pauses, whatever the number of columns.
         while (stages.k_block < k_blocks)
-            multiply_blocks<128 / Columns>(sums, partial, zero, stages);
+            multiply_blocks<1>(sums, partial, zero, stages);
     }
 }
 
