@@ -14,6 +14,14 @@ __device__ __forceinline__ uint32_t ballot(bool predicate) {
     return __ballot_sync(kAllLanes, predicate);
 }
 
+// The same, and what is worked out from it, anew at this place: the compiler keeps addresses that follow from
+// lane_id() from tile to tile, and where registers are short it keeps them in memory.
+__device__ __forceinline__ uint32_t lane_id_anew() {
+    uint32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 __device__ __forceinline__ bool any(bool predicate) {
     return __any_sync(kAllLanes, predicate) != 0;
 }

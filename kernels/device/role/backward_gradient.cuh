@@ -89,8 +89,7 @@ __device__ __forceinline__ void store_gradient(const BackwardParams& p, const Ba
 template <bool Trace, class Told>
 __device__ __forceinline__ void store_gradient_tile(const BackwardParams& p, const BackwardTile& t,
                                                     float (&d)[128], Told& told, int first_row, int warp_row,
-                                                    std::uint32_t buffer, Tracer<Trace>& tracer) {
-    const int lane = static_cast<int>(ptx::lane_id());
+                                                    std::uint32_t buffer, int lane, Tracer<Trace>& tracer) {
     tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row));
     store_gradient(p, t, d, warp_row, buffer, lane);
     __syncwarp();

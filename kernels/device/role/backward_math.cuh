@@ -159,7 +159,7 @@ class BackwardMath {
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
         multiply<Major::kMn, Major::kMn>(d, t.k_blocks, t.rows > 0);
-        store_gradient_tile(p, t, d, unpublished_, first_row_, warp_row_, buffer_, tracer);
+        store_gradient_tile(p, t, d, unpublished_, first_row_, warp_row_, buffer_, lane(), tracer);
     }
 
     const BackwardParams& p;

@@ -43,12 +43,6 @@ class QuantisedBackwardMath {
 
   private:
     static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
-    // The same, and what is worked out from it: the compiler would keep that in memory from tile to tile.
-    static __device__ __forceinline__ int lane_anew() {
-        int value = lane();
-        asm volatile("" : "+r"(value));
-        return value;
-    }
     // Of the tile: the warpgroup's rows, and the warp's.
     __device__ __forceinline__ int first_row() const { return math_warp_ / 4 * layout::kRowBlock; }
     __device__ __forceinline__ int warp_row() const { return math_warp_ * 16; }
@@ -134,7 +128,7 @@ class QuantisedBackwardMath {
 
     __device__ __forceinline__ void store_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
                                              const std::uint32_t (&up)[32], float (&dh)[64]) {
-        const int lane = lane_anew();
+        const int lane = static_cast<int>(ptx::lane_id_anew());
         // Whatever copy read the buffer last.
         if (lane == 0) ptx::bulk_wait_read<0>();
         float weight[2];
@@ -186,7 +180,7 @@ class QuantisedBackwardMath {
     }
     __device__ __forceinline__ void store_words(const std::uint32_t* words, std::byte* pool, int columns,
                                                 int column, int row) {
-        const int lane = lane_anew();
+        const int lane = static_cast<int>(ptx::lane_id_anew());
         const std::int64_t row_bytes = std::int64_t{columns} * 2;
         const std::uint32_t buffer = shared.store_buffer(math_warp_);
         store_block_directly([&] { stage_words(words, buffer, lane); }, pool + row * row_bytes + column * 2,
@@ -195,7 +189,7 @@ class QuantisedBackwardMath {
     // Straight from fp32. Rows beyond the last have any codes, which only such rows of dx are made of.
     __device__ __forceinline__ void store_codes(float (&dg)[64], float (&du)[64], const BackwardTile& t,
                                                 int row) {
-        const int lane = lane_anew();
+        const int lane = static_cast<int>(ptx::lane_id_anew());
         const std::int64_t row_bytes = 2 * p.intermediate;
         const std::uint32_t buffer = shared.store_buffer(math_warp_);
         std::byte* first = p.dz_codes + row * row_bytes + t.column;
@@ -225,7 +219,7 @@ class QuantisedBackwardMath {
         told_.publish(lane());
         const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
         store_rows_directly<4>(d, p.dx_pool + (t.pool_row + warp_row()) * row_bytes + t.column * 2, row_bytes,
-                               shared.store_buffer(math_warp_), lane());
+                               shared.store_buffer(math_warp_), static_cast<int>(ptx::lane_id_anew()));
         told_.later(p.counters + p.dx_done + (t.slot + first_row()) / layout::kRowBlock, nullptr, lane());
         trace_end(TraceKind::kStoreDx, t, tracer);
     }
@@ -250,7 +244,8 @@ class QuantisedBackwardMath {
             ptx::wgmma_wait<0>();
             release_stage<C>(shared, stage_.at, lane());
         }
-        store_gradient_tile(p, t, d, told_, first_row(), warp_row(), shared.store_buffer(math_warp_), tracer);
+        store_gradient_tile(p, t, d, told_, first_row(), warp_row(), shared.store_buffer(math_warp_),
+                            static_cast<int>(ptx::lane_id_anew()), tracer);
     }
 
     const BackwardParams& p;
