@@ -124,7 +124,8 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
         const TileRecord tile = record();
         release_record();
         trace_end<C>(tracer, down ? TraceKind::kDown : TraceKind::kGateUp, tile, first_row);
-        store_quantised_tile<C>(p, shared, tile, math_warp, d, lane_weight, unpublished, lane);
+        store_quantised_tile<C>(p, shared, tile, math_warp, d, lane_weight, unpublished,
+                                static_cast<int>(ptx::lane_id_anew()));
         trace_end<C>(tracer, down ? TraceKind::kStoreDown : TraceKind::kStoreGateUp, tile, first_row);
     }
     unpublished.publish(lane);
