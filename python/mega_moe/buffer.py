@@ -44,6 +44,8 @@ class MoEBuffer:
         intermediate: I, elements of an expert's hidden layer.
         precision: "bf16" (the inputs' own dtype), "fp8" (blockwise e4m3), "fp8_bwd" (bf16 forward, fp8 backward) or
             "mxfp8" (refused until its kernels exist).
+        dw_precision: "bf16" or, with the fp8 precisions, "fp8": of the operands of the experts' weight gradients. "fp8"
+            is emulated by the reference backend alone, which has to be named.
         backend: "auto" takes the first that fits of fused, deep_gemm, grouped, reference and warns once when it is not
             fused; a name raises BackendRefusedError with all reasons where it does not fit. ``reason`` tells what was
             taken.
@@ -76,6 +78,7 @@ class MoEBuffer:
         hidden: int,
         intermediate: int,
         precision: str = "bf16",
+        dw_precision: str = "bf16",
         backend: str = "auto",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -92,6 +95,7 @@ class MoEBuffer:
             "hidden": hidden,
             "intermediate": intermediate,
             "precision": precision,
+            "dw_precision": dw_precision,
             "dtype": str(dtype).removeprefix("torch."),
             "num_reserved_sms": num_reserved_sms,
         }
@@ -197,6 +201,10 @@ class MoEBuffer:
     @property
     def precision(self) -> str:
         return self._explanation.request.precision
+
+    @property
+    def dw_precision(self) -> str:
+        return self._explanation.request.dw_precision
 
     @property
     def save_gate_up(self) -> float:
@@ -337,6 +345,7 @@ class MoEBuffer:
         hidden: int,
         intermediate: int,
         precision: str = "bf16",
+        dw_precision: str = "bf16",
         num_ranks: int = 1,
         training: bool = True,
         backend: str = "auto",
@@ -354,7 +363,14 @@ class MoEBuffer:
             BackendRefusedError: "fused" is named, and no kernel of the wheel serves the request.
         """
         request = Request(
-            num_experts, max_tokens_per_rank, top_k, hidden, intermediate, precision, num_ranks=num_ranks
+            num_experts,
+            max_tokens_per_rank,
+            top_k,
+            hidden,
+            intermediate,
+            precision,
+            num_ranks=num_ranks,
+            dw_precision=dw_precision,
         )
         return plan.buffer_nbytes(request, check_name("backend", backend), training)
 

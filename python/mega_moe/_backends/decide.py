@@ -29,6 +29,7 @@ DEEP_GEMM_MULTIPLE = 64
 DEEP_GEMM_CAPABILITIES = ((9, 0), (10, 0))
 
 _WHAT_TO_INSTALL = ": `mega-moe doctor` says what to install"
+_NO_FP8_DW = "has no kernel yet for dw_precision fp8; 'bf16' has one"
 _NO_MXFP8 = "precision mxfp8 needs Blackwell kernels, which do not exist yet"
 # What stands in for a backward kernel, by its precision: the numerics are the same.
 _STAND_INS = {
@@ -127,6 +128,8 @@ def check_name(name: str, backend: str) -> str | None:
 def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
     if request.precision == "mxfp8":
         yield _NO_MXFP8
+    if request.dw_precision == "fp8":
+        yield _NO_FP8_DW
     if request.dtype != "bfloat16":
         yield f"takes bfloat16 inputs, got {request.dtype}"
     yield from _tiles(request, [v for fact in facts for v in fact.variants])
@@ -142,6 +145,8 @@ def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
 def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[str]:
     """Every reason in ``request`` itself against a wheel with ``variants``; empty where some device could serve it."""
     reasons = list(_tiles(request, variants))
+    if request.dw_precision == "fp8":
+        reasons.append(_NO_FP8_DW)
     if request.dtype != "bfloat16":
         reasons.append(f"takes bfloat16 inputs, got {request.dtype}")
     for op, precision in _needed(request):

@@ -165,7 +165,7 @@ def build_executor(
         "fused": _stand_in(request),
         "deep_gemm": lambda: DeepGemmArithmetic(deep_gemm_library.require()),
         "grouped": GroupedArithmetic,
-        "reference": lambda: ReferenceArithmetic(request.precision),
+        "reference": lambda: ReferenceArithmetic(request.precision, request.dw_precision),
     }
     fused = explanation.chosen == "fused"
     if explanation.chosen not in makers or (fused and kernels is None):
@@ -191,7 +191,7 @@ def _stand_in(request: Request) -> Callable[[], Arithmetic]:
     """Of the fused backend's backward, where the wheel holds no kernel for it."""
     if request.backward_precision == "bf16":
         return GroupedArithmetic
-    return lambda: ReferenceArithmetic(request.precision)
+    return lambda: ReferenceArithmetic(request.precision, request.dw_precision)
 
 
 def buffer_nbytes(request: Request, backend: str | None = None, training: bool = True) -> int:

@@ -1,8 +1,8 @@
 """Blockwise e4m3 quantisation, bit for bit as the kernels do it.
 
 scale = amax / 448 in fp32 (448 is the largest e4m3 number), 1 where that is zero; code = e4m3(value / scale), a true
-fp32 division, rounded to nearest even. No other floor: a scale may be denormal. NaN and Inf make their own block NaN.
-With ``power_of_two`` a scale is rounded up to the next power of two.
+fp32 division, rounded to nearest even. A scale may be denormal, unless ``least`` is a floor. NaN and Inf make
+their own block NaN. With ``power_of_two`` a scale is rounded up to the next power of two.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from mega_moe._base.types import SCALE_BLOCK
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+# The smallest scale of an operand of a weight's gradient: a kernel multiplies by its reciprocal.
+_LEAST_OF_GRADIENT = 2.0**-126
 
 
 def _codes(blocks: Tensor, scale: Tensor) -> Tensor:
@@ -34,22 +36,34 @@ def _scale(amax: Tensor, power_of_two: bool) -> Tensor:
     return torch.where((mantissa == 0.5) | ~scale.isfinite(), scale, above)
 
 
-def quantize_rows(value: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_rows(value: Tensor, power_of_two: bool = False, least: float = 0.0) -> tuple[Tensor, Tensor]:
     """``value [M, K]`` in 1 x 128 blocks along K -> codes e4m3 ``[M, K]``, scales fp32 ``[M, K / 128]``."""
     rows, columns = value.shape
     blocks = value.float().view(rows, columns // SCALE_BLOCK, SCALE_BLOCK)
     if rows == 0:
         return value.to(E4M3), blocks.new_empty(0, columns // SCALE_BLOCK)
-    scale = _scale(blocks.abs().amax(-1, keepdim=True), power_of_two)
+    scale = _scale(blocks.abs().amax(-1, keepdim=True), power_of_two).clamp_min(least)
     return _codes(blocks, scale).view(rows, columns), scale.squeeze(-1)
 
 
-def quantize_weight(weight: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor, power_of_two: bool = False, least: float = 0.0) -> tuple[Tensor, Tensor]:
     """``weight [N, K]`` in 128 x 128 blocks -> codes e4m3 ``[N, K]``, scales fp32 ``[N / 128, K / 128]``."""
     n, k = weight.shape
     blocks = weight.float().view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
-    scale = _scale(blocks.abs().amax(dim=(1, 3), keepdim=True), power_of_two)
+    scale = _scale(blocks.abs().amax(dim=(1, 3), keepdim=True), power_of_two).clamp_min(least)
     return _codes(blocks, scale).view(n, k), scale[:, 0, :, 0]
+
+
+def gradient_product(rows: Tensor, columns: Tensor) -> Tensor:
+    """fp32 ``[A, B] = rows^T columns`` of ``rows [M, A]`` and ``columns [M, B]``, both quantised along M.
+
+    Of blocks of 128 of the M, the last one filled up with zeros, ``rows`` has a scale for each column and ``columns``
+    one for 128 columns, as the operands of `scaled_product` have.
+    """
+    missing = -rows.shape[0] % SCALE_BLOCK
+    left, right = (torch.nn.functional.pad(v, (0, 0, 0, missing)).T.contiguous() for v in (rows, columns))
+    least = _LEAST_OF_GRADIENT
+    return scaled_product(quantize_rows(left, least=least), quantize_weight(right, least=least))
 
 
 def scaled_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:

@@ -51,10 +51,11 @@ class _Blockwise:
 class ReferenceArithmetic:
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
 
-    def __init__(self, precision: str) -> None:
+    def __init__(self, precision: str, dw_precision: str = "bf16") -> None:
         self.quantized_dispatch = precision == "fp8"
         self._forward: _Product = _Blockwise() if precision == "fp8" else _Exact()
         self._backward: _Product = _Exact() if precision == "bf16" else _Blockwise()
+        self._dw_in_fp8 = dw_precision == "fp8"
 
     def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
         dtype, product = experts.down.dtype, self._forward
@@ -82,10 +83,18 @@ class ReferenceArithmetic:
             if dx is not None:
                 dx[rows] = product.multiply(product.encode(grads.dz, dtype), gate_up.T).to(dtype)
             if dw1 is not None:
-                dw1[expert] = _outer(grads.dz.to(dtype), x[rows]).to(wanted.dw_dtype)
+                # As that of dx, the product of e4m3 reads dz before it is rounded.
+                dz = grads.dz if self._dw_in_fp8 else grads.dz.to(dtype)
+                dw1[expert] = self._outer(dz, x[rows], dtype).to(wanted.dw_dtype)
             if dw2 is not None:
-                dw2[expert] = _outer(dy[rows], grads.h.to(dtype)).to(wanted.dw_dtype)
+                dw2[expert] = self._outer(dy[rows], grads.h.to(dtype), dtype).to(wanted.dw_dtype)
         return RowGrads(dx, dw, dw1, dw2)
+
+    def _outer(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        """``left [M, A]``, ``right [M, B]`` -> ``left^T right [A, B]``, wide."""
+        if self._dw_in_fp8:
+            return quantize.gradient_product(left, right).to(wide(dtype))
+        return (left.double().T @ right.double()).to(wide(dtype))
 
     def sum_slots(self, rows: Tensor) -> Tensor:
         # One after another: a reduction kernel may split the slots by how many tokens there are.
@@ -93,11 +102,6 @@ class ReferenceArithmetic:
         for slot in rows.unbind(1):
             total += slot
         return total
-
-
-def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """``left [M, A]``, ``right [M, B]`` -> ``left^T right [A, B]``, wide."""
-    return (left.double().T @ right.double()).to(wide(left.dtype))
 
 
 def _blocks(counts: list[int]) -> list[tuple[int, slice]]:

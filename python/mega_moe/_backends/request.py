@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mega_moe._base.types import (
+    DW_PRECISIONS,
     MAX_EXPERTS,
     MAX_RANKS,
     MAX_TOKENS_PER_RANK,
@@ -19,7 +20,8 @@ DTYPES = ("bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Request:
-    """The static part of a layer. ``dtype`` is that of x and of the weights."""
+    """The static part of a layer. ``dtype`` is that of x and of the weights, ``dw_precision`` that of the products that
+    the weights' gradients are."""
 
     num_experts: int
     max_tokens_per_rank: int
@@ -30,6 +32,7 @@ class Request:
     dtype: str = "bfloat16"
     num_ranks: int = 1
     num_reserved_sms: int = 0
+    dw_precision: str = "bf16"
 
     def __post_init__(self) -> None:
         positive_int("num_experts", self.num_experts, MAX_EXPERTS)
@@ -41,6 +44,14 @@ class Request:
         positive_int("num_reserved_sms", self.num_reserved_sms, zero=True)
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: got {self.precision!r}, want one of {', '.join(PRECISIONS)}")
+        if self.dw_precision not in DW_PRECISIONS:
+            raise ValueError(
+                f"dw_precision: got {self.dw_precision!r}, want one of {', '.join(DW_PRECISIONS)}"
+            )
+        if self.dw_precision == "fp8" and self.precision not in ("fp8", "fp8_bwd"):
+            raise ValueError(
+                f"dw_precision: got 'fp8' with precision {self.precision!r}, want it with precision fp8 or fp8_bwd"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype}, want one of {', '.join(DTYPES)}")
         if self.num_experts % self.num_ranks:

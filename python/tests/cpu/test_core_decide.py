@@ -93,6 +93,12 @@ TABLE = {
         request(precision="mxfp8"),
         [gpu()],
     ),
+    "fused-dw-fp8": Row(
+        "fused",
+        ("has no kernel yet for dw_precision fp8; 'bf16' has one",),
+        request(precision="fp8", dw_precision="fp8"),
+        [gpu()],
+    ),
     "fused-float32": Row("fused", ("takes bfloat16 inputs, got float32",), request(dtype="float32"), [gpu()]),
     "fused-float64": Row("fused", ("takes bfloat16 inputs, got float64",), request(dtype="float64"), [gpu()]),
     "fused-hidden": Row("fused", ("hidden is 384, must be a multiple of 256",), request(hidden=384), [gpu()]),
@@ -321,6 +327,9 @@ TABLE = {
     "reference-float64": Row("reference", (), request(dtype="float64", hidden=3), [gpu()]),
     "reference-fp8": Row("reference", (), request(precision="fp8"), [cpu()], "reference"),
     "reference-fp8_bwd": Row("reference", (), request(precision="fp8_bwd"), [gpu()], "reference"),
+    "reference-dw-fp8": Row(
+        "reference", (), request(precision="fp8_bwd", dw_precision="fp8"), [cpu()], "reference"
+    ),
     "reference-fp8-not-named": Row("reference", (slow("fp8"),), request(precision="fp8"), [cpu()]),
     "reference-fp8_bwd-not-named": Row(
         "reference", (slow("fp8_bwd"),), request(precision="fp8_bwd"), [gpu()], "fused"

@@ -344,3 +344,22 @@ def test_limits_are_met_at_once_and_alike(changes: dict[str, Any], error: type[E
         with pytest.raises(error, match=text):
             MoEBuffer(**{**SIZES, **changes})
     assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_dw_in_fp8_needs_products_in_fp8(precision: str) -> None:
+    with pytest.raises(ValueError, match="dw_precision: got 'fp8' with precision"):
+        MoEBuffer(**SIZES, precision=precision, dw_precision="fp8")
+
+
+def test_dw_in_fp8_is_refused_without_its_kernel() -> None:
+    wanted = request(precision="fp8", dw_precision="fp8")
+    with pytest.raises(BackendRefusedError, match="no kernel yet for dw_precision fp8"):
+        choose(decide(wanted, [gpu()], "fused"), "fused")
+    with pytest.raises(BackendRefusedError, match="no kernel yet for dw_precision fp8"):
+        plan.buffer_nbytes(wanted, "fused")
+
+
+def test_an_unknown_dw_precision() -> None:
+    with pytest.raises(ValueError, match="dw_precision: got 'int8', want one of bf16, fp8"):
+        MoEBuffer(**SIZES, precision="fp8", dw_precision="int8")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.quantize import E4M3, quantize_rows, quantize_weight, scaled_product
+from mega_moe._backends.quantize import E4M3, gradient_product, quantize_rows, quantize_weight, scaled_product
 from mega_moe.testing import relative_l2
 
 LARGEST = 448.0
@@ -177,3 +177,27 @@ def test_powers_of_two() -> None:
     assert rounded[5] == 2
     assert rounded[8] == math.inf
     assert rounded[9].isnan()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 300])
+def test_gradient_product_by_blocks_of_rows(rows: int) -> None:
+    made = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(rows, columns, generator=made) for columns in (256, 128))
+    want = torch.zeros(256, 128, dtype=torch.float64)
+    for start in range(0, rows, 128):
+        a, b = left[start : start + 128], right[start : start + 128]
+        scale_a = torch.tensor([scale_of(float(column.abs().max())) for column in a.T]).float()
+        scale_b = torch.tensor(scale_of(float(b.abs().max()))).float()
+        code_a, code_b = ((v / s).to(E4M3).double() for v, s in ((a, scale_a), (b, scale_b)))
+        want += (code_a * scale_a).T @ (code_b * scale_b)
+    got = gradient_product(left, right)
+    assert (got.shape, got.dtype) == ((256, 128), torch.float32)
+    assert relative_l2(got, want) <= 1e-6 if rows else torch.equal(got.double(), want)
+
+
+def test_gradient_product_of_rows_that_are_not_numbers() -> None:
+    left, right = torch.ones(200, 256), torch.ones(200, 128)
+    left[150, 3] = math.nan
+    got = gradient_product(left, right)
+    assert got[3].isnan().all()
+    assert not got[[*range(3), *range(4, 256)]].isnan().any()
