@@ -31,7 +31,7 @@ inline constexpr int kScaleBlocks = 4;
 inline constexpr int kXScaleBytes = kTileRows * kScaleBlocks * 4;
 inline constexpr int kXScaleBuffers = 2;
 inline constexpr int kRowScaleBytes = kTileRows * 4;
-inline constexpr int kColumnScaleBytes = 8;      // of a stage's first and second 128 columns
+inline constexpr int kColumnScaleBytes = 16;     // of a stage's first and second 128 columns, and two unused
 inline constexpr int kStoreScaleBytes = 16 * 4;  // a warp's 16 rows
 inline constexpr int kTileRing = 4;              // tiles that the scheduler is ahead at most
 inline constexpr int kTileRecordBytes = 64;
@@ -45,6 +45,7 @@ enum class LayerForm {
     kFp8Forward,   // e4m3; x travels so
     kFp8Backward,  // e4m3, but for the weights' gradients; x and dy travel in bf16 and are quantised on
                    // arrival
+    kFp8Gradients,  // the same with the weights' gradients in e4m3 too
 };
 
 struct LayerShared {
@@ -54,6 +55,8 @@ struct LayerShared {
     int row_scales;  // of either in fp8, as the next two
     int column_scales;
     int store_scales;
+    int factors;      // of gradients in e4m3: reciprocal scale factors of 256 columns
+    int amax;         // twice what each warp's part of 128 x 128 elements has
     int pull_scales;
     int pull_codes;  // of the backward in fp8: those of one piece, of each warp that pulls
     int pieces;
@@ -73,6 +76,7 @@ struct LayerShared {
 MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
     const bool quantised = form != LayerForm::kBf16;
     const bool forward = form == LayerForm::kFp8Forward;
+    const bool gradients = form == LayerForm::kFp8Gradients;
     LayerShared s{};
     s.pull_buffers = forward ? kQuantisedPullBuffers : quantised ? kQuantisingPullBuffers : kPullBuffers;
     s.pullers = quantised && !forward ? 2 : 1;
@@ -83,7 +87,10 @@ MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
     s.row_scales = s.x_scales + (forward ? kXScaleBuffers * kXScaleBytes : 0);
     s.column_scales = s.row_scales + (quantised ? stages * kRowScaleBytes : 0);
     s.store_scales = s.column_scales + (quantised ? stages * kColumnScaleBytes : 0);
-    s.pull_scales = s.store_scales + (quantised ? kMathWarps * kStoreScaleBytes : 0);
+    // There they lie in the store buffers, for want of room.
+    s.factors = s.store_scales + (quantised && !gradients ? kMathWarps * kStoreScaleBytes : 0);
+    s.amax = s.factors + (gradients ? kTileColumns * 4 : 0);
+    s.pull_scales = s.amax + (gradients ? 2 * kMathWarps * 4 : 0);
     s.pull_codes = s.pull_scales + (forward ? s.pull_buffers * kPullScaleBytes : 0);
     s.pieces = s.pull_codes + (quantised && !forward ? s.pullers * s.pull_bytes / 2 : 0);
     s.ring = s.pieces + (forward ? (kPullPieces * kPullPieceBytes + 15) / 16 * 16 : 0);

@@ -24,6 +24,7 @@ enum CounterTicket {
     kPushTicket,      // next entry of push_list
     kHomeTicket,      // next own token to sum
     kGradientTicket,  // next tile of a weight's gradient
+    kTransposeTicket,  // next tile that transposes x or dy
     kCounterTickets
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "layout/gradient_operands.h"
 #include "layout/gradients.h"
 #include "layout/parts.h"
 #include "layout/pools.h"
@@ -21,9 +22,14 @@ struct WorkspaceShape {
     bool canaries;
     bool quantise = false;           // x and h are e4m3 in the forward
     bool quantise_backward = false;  // x, dy and dz are e4m3 in the backward too
+    bool quantise_gradients = false;  // and what the weights' gradients are made of
 
     // Of an element of x and h, where the backward needs no bf16.
     MEGA_MOE_LAW std::int64_t row_element() const { return quantise && !backward ? 1 : 2; }
+    MEGA_MOE_LAW bool has_transposed() const { return backward && quantise_backward && quantise_gradients; }
+    MEGA_MOE_LAW GradientScales gradient_scales() const {
+        return {static_cast<int>(hidden), static_cast<int>(intermediate)};
+    }
     MEGA_MOE_LAW std::int64_t max_rows() const { return max_tokens * num_ranks * top_k; }
     MEGA_MOE_LAW std::int64_t limit() const { return chunk_limit(pool_rows, num_local); }
     MEGA_MOE_LAW std::int64_t chunks() const {
@@ -44,9 +50,13 @@ struct WorkspaceShape {
         return has_parts() ? max_partials(max_rows(), chunks(), num_local) : 0;
     }
     MEGA_MOE_LAW std::int64_t counters() const {
-        return backward ? num_backward_counters(max_slots(), chunks(), num_local,
-                                                all_gradient_tiles(hidden, intermediate), has_parts())
+        return backward ? counter_of_transposed() + (has_transposed() ? num_row_blocks(max_slots()) : 0)
                         : num_counters(max_slots(), chunks());
+    }
+    // Behind the others of the backward.
+    MEGA_MOE_LAW std::int64_t counter_of_transposed() const {
+        return num_backward_counters(max_slots(), chunks(), num_local,
+                                     all_gradient_tiles(hidden, intermediate), has_parts());
     }
     // A block is never split, so it must fit, or everything must.
     MEGA_MOE_LAW std::int64_t smallest_pool() const {
@@ -88,6 +98,10 @@ enum WorkspacePart {
     kDzCodePool,   // e4m3 [pools][pool_rows, 2 * intermediate]
     kDyScalePool,  // fp32 [pools][pool_rows / 128][hidden / 128][128]: of dy
     kDzScalePool,  // fp32 [pools][pool_rows / 128][2 * intermediate / 128][128]: of dz
+    // Of weights' gradients in e4m3, layout/gradient_operands.h; dz and h are then in kDzPool and kHPool.
+    kXTransposedPool,    // [pools][pool_rows / 128][hidden / 128] blocks
+    kDyTransposedPool,   // the same
+    kGradientScalePool,  // fp32 [pools][pool_rows / 128][GradientScales::length]
     kWorkspaceParts
 };
 
@@ -136,11 +150,11 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     const std::int64_t rows = pooled ? s.pools() * s.pool_rows : 0;
     builder.add("counters", pooled ? s.counters() * 4 : 0);
     builder.add("x_pool", rows * s.hidden * s.row_element());
-    builder.add("h_pool", rows * s.intermediate * s.row_element());
+    builder.add("h_pool", rows * s.intermediate * (s.has_transposed() && s.quantise ? 1 : s.row_element()));
     builder.add("o_pool", rows * s.hidden * 2);
     const std::int64_t backward_rows = s.backward ? rows : 0;
     builder.add("dy_pool", backward_rows * s.hidden * 2);
-    builder.add("dz_pool", backward_rows * s.intermediate * 4);
+    builder.add("dz_pool", backward_rows * s.intermediate * (s.has_transposed() ? 2 : 4));
     builder.add("dtopk_pool", backward_rows * (s.intermediate / 128) * 4);
     builder.add("partials", s.backward && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
     const std::int64_t forward_codes = s.quantise ? rows : 0;
@@ -154,6 +168,11 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     builder.add("dz_e4m3_pool", backward_codes * 2 * s.intermediate);
     builder.add("dy_sf_pool", backward_codes * groups * 4);
     builder.add("dz_sf_pool", backward_codes * 2 * inner_groups * 4);
+    const std::int64_t transposed = s.has_transposed() ? rows : 0;
+    builder.add("x_t_pool", transposed * s.hidden);
+    builder.add("dy_t_pool", transposed * s.hidden);
+    builder.add("dw_sf_pool",
+                pooled ? transposed / kTransposedEdge * s.gradient_scales().length() * 4 : 0);
     return builder.finish();
 }
 

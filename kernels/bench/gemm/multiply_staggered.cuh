@@ -8,6 +8,8 @@ namespace mega_moe::bench {
 // A tile's stages as device::multiply_blocks takes them.
 template <class C>
 struct PromotedStages {
+    using Stored = device::SwizzledRows;
+
     const SharedMap<C>& shared;
     StageCursor<C>& cursor;  // the next that is opened
     int lane;

@@ -84,6 +84,15 @@ MEGA_MOE_HOST_DEVICE float power_of_two_above(float a) {
     return float_of_bits(bits + 1);
 }
 
+// The scale factor of 128 rows of an operand of a weight's gradient, a column or more of them: amax / 448, or
+// 1 where that is 0, and no less than what has a reciprocal.
+MEGA_MOE_HOST_DEVICE float make_gradient_scale(float amax) {
+    constexpr float kLeast = 0x1p-126f;
+    const float scale = divide_rn(amax, kE4m3Max);
+    // NaN stays.
+    return scale == 0.0f ? 1.0f : scale < kLeast ? kLeast : scale;
+}
+
 // amax >= 0, Inf or NaN. `power_of_two` rounds the scale up to one.
 MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax, bool power_of_two = false) {
     GroupScale g;

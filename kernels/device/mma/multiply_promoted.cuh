@@ -30,14 +30,14 @@ struct BlockScales {
 using PartialSums = float[2][32];
 
 // Starts the products of one stage with 64 columns. `zero` is 0, which the compiler does not know.
+template <class Stored>
 __device__ __forceinline__ void start_pass(float (&partial)[32], std::uint32_t rows, std::uint32_t columns,
                                            std::uint32_t zero) {
-    constexpr auto kStep = static_cast<std::uint32_t>(kStepOfInstruction<Major::kK>);
     ptx::wgmma_fence();
-    ptx::wgmma_e4m3_if<kDescriptorHigh>(partial, rows, columns, zero);
+    ptx::wgmma_e4m3_if<Stored::kHigh>(partial, rows, columns, zero);
 #pragma unroll
     for (int k = 1; k < 4; ++k)
-        ptx::wgmma_e4m3<kDescriptorHigh>(partial, rows + k * kStep, columns + k * kStep);
+        ptx::wgmma_e4m3<Stored::kHigh>(partial, rows + k * Stored::kStep, columns + k * Stored::kStep);
     ptx::wgmma_commit();
 }
 
@@ -57,15 +57,16 @@ __device__ __forceinline__ void promote_pass(float* sums, float (&partial)[32], 
 
 // sums += the scaled products of `Blocks` k-blocks with `Columns` x 2 columns. After the last nothing is
 // under way: ptxas does not follow a pass around a loop, and would serialise all of them (C7514).
-//   Source: StageOperands open(), once the next stage is full; BlockScales scales(), of the stage opened
+//   Source: Stored, how the operands lie; StageOperands open(), once the next stage is full; BlockScales scales(), of the stage opened
 //   last; void close(int open), the oldest of the open stages may be overwritten
 template <int Blocks, int Columns, class Source>
 __device__ __forceinline__ void multiply_blocks(float (&sums)[Columns], PartialSums& partial,
                                                 std::uint32_t zero, Source& source) {
+    using Stored = typename Source::Stored;
     constexpr int kPasses = Columns / 32;
     static_assert(kPasses % 2 == 0, "the first pass of a block takes the first partial sums");
     StageOperands at = source.open();
-    start_pass(partial[0], at.rows, at.columns, zero);
+    start_pass<Stored>(partial[0], at.rows, at.columns, zero);
 #pragma unroll
     for (int block = 0; block < Blocks; ++block) {
         const BlockScales scales = source.scales();
@@ -74,8 +75,7 @@ __device__ __forceinline__ void multiply_blocks(float (&sums)[Columns], PartialS
             const int next = (pass + 1) % kPasses;
             if (block < Blocks - 1 || next != 0) {
                 if (next == 0) at = source.open();
-                start_pass(partial[next % 2], at.rows,
-                           at.columns + next * static_cast<std::uint32_t>(kStepOf64Rows), zero);
+                start_pass<Stored>(partial[next % 2], at.rows, at.columns + Stored::columns(next), zero);
                 ptx::wgmma_wait<1>();
             } else {
                 ptx::wgmma_wait<0>();
@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply_block_in_turn(float (&sums)[64], float 
     BlockScales scales;
 #pragma unroll
     for (int pass = 0; pass < 2; ++pass) {
-        start_pass(partial, at.rows, at.columns + pass * static_cast<std::uint32_t>(kStepOf64Rows), zero);
+        start_pass<SwizzledRows>(partial, at.rows, at.columns + SwizzledRows::columns(pass), zero);
         if (pass == 0) scales = source.scales();
         ptx::wgmma_wait<0>();
         if (pass == 1) source.close(1);

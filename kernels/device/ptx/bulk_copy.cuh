@@ -15,6 +15,16 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
         : "memory");
 }
 
+// The same into every block of the cluster whose bit is set in `blocks`, as tma_multicast does.
+__device__ __forceinline__ void bulk_multicast(uint32_t shared, const void* global, uint32_t bytes,
+                                               uint32_t barrier, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier), "h"(blocks)
+        : "memory");
+}
+
 __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared),
                  "r"(bytes)

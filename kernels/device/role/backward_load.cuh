@@ -41,6 +41,11 @@ class BackwardLoader {
                     load_quantised(t, dx_operands(t));
                 else
                     load_dx(t);
+            } else if constexpr (C::kQuantisesGradients) {
+                if (t.kind == kTransposeTile)
+                    load_to_transpose(t);
+                else
+                    load_quantised_gradient(t);
             } else if (t.kind == kGateUpGradient) {
                 load_gradient(t, &p.dz_blocks, &p.x_blocks);
             } else {
@@ -223,6 +228,57 @@ class BackwardLoader {
             ptx::tma_load(shared.a(stage_.at), rows, full, 0, pool_row, t.row / 64);
             ptx::tma_multicast(shared.b(stage_.at) + cta_ * (C::kBytesB / 2), columns, full, kBoth, 0,
                                pool_row, t.column / 64 + 2 * cta_);
+        }
+    }
+
+    // 128 rows of x or dy in bf16, 128 columns at once: 64 rows after 64.
+    __device__ __forceinline__ void load_to_transpose(const BackwardTile& t) {
+        constexpr int kBoxBytes = 2 * kBlockBytes;
+        const TensorMap* rows = t.row == 0 ? &p.x_blocks : &p.dy_blocks;
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            const std::uint32_t full = open_stage(t.rows > 0 ? 2 * kBoxBytes : 0);
+            ptx::mbarrier_arrive(full);
+            if (t.rows == 0) continue;
+            const int block = t.column / 64 + 2 * k_block;
+            ptx::tma_load(shared.b(stage_.at), rows, full, 0, t.pool_row, block);
+            ptx::tma_load(shared.b(stage_.at) + kBoxBytes, rows, full, 0, t.pool_row + layout::kRowBlock,
+                          block);
+        }
+    }
+    // 128 rows of the pools, of which 128 columns become rows of the gradient, and 256 become its columns.
+    __device__ __forceinline__ void load_quantised_gradient(const BackwardTile& t) {
+        const bool gate_up = t.kind == kGateUpGradient;
+        const int a_columns = gate_up ? 2 * p.intermediate : p.hidden;
+        const int b_columns = gate_up ? p.hidden : p.intermediate;
+        const std::byte* a = (gate_up ? p.dz_pool : p.dy_transposed) +
+                             layout::transposed_block(t.pool_row, t.row, a_columns);
+        const int b_column = t.column + cta_ * layout::kTransposedEdge;
+        const std::byte* b = (gate_up ? p.x_transposed : p.h_pool) +
+                             layout::transposed_block(t.pool_row, b_column, b_columns);
+        const layout::GradientScales at{p.hidden, p.intermediate};
+        const float* scales =
+            p.gradient_scales + std::int64_t{t.pool_row / layout::kTransposedEdge} * at.length();
+        const int a_scales = (gate_up ? at.dz() : at.dy()) + t.row;
+        const int b_scales = (gate_up ? at.x() : at.h()) +
+                             layout::GradientScales::of_block(t.column / layout::kTransposedEdge);
+        // The last columns of w_down may be half a tile.
+        const int halves = t.column + layout::kTransposedEdge < b_columns ? 2 : 1;
+        const int bytes = (1 + halves) * layout::kTransposedBytes + layout::kRowScaleBytes +
+                          layout::kColumnScaleBytes;
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            const std::uint32_t full = open_stage(t.rows > 0 ? bytes : 0);
+            ptx::mbarrier_arrive(full);
+            if (t.rows == 0) continue;
+            ptx::bulk_load(shared.row_scales(stage_.at), scales + a_scales, layout::kRowScaleBytes, full);
+            ptx::bulk_load(shared.column_scales(stage_.at), scales + b_scales, layout::kColumnScaleBytes,
+                           full);
+            ptx::bulk_load(shared.a(stage_.at), a, layout::kTransposedBytes, full);
+            if (cta_ < halves)
+                ptx::bulk_multicast(shared.b(stage_.at) + cta_ * layout::kTransposedBytes, b,
+                                    layout::kTransposedBytes, full, kBoth);
+            scales += at.length();
+            a += a_columns * layout::kTransposedEdge;
+            b += b_columns * layout::kTransposedEdge;
         }
     }
 

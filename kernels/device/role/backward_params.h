@@ -3,6 +3,7 @@
 
 #include "device/role/layer_params.h"
 #include "device/tile/tensor_map.h"
+#include "layout/gradient_operands.h"
 #include "layout/gradients.h"
 
 namespace mega_moe::device {
@@ -48,6 +49,12 @@ struct BackwardParams : LayerParams {
     std::byte* dz_pool;           // what dz_store stores to, and so on
     std::byte* h_pool;
     std::byte* dx_pool;
+    // With weights' gradients in e4m3; dz and h are in their pools. See layout/gradient_operands.h.
+    std::byte* x_transposed;
+    std::byte* dy_transposed;
+    float* gradient_scales;  // of each 128 rows
+    std::int64_t transposed;  // first word of its counters
+    layout::TransposeTiles transposes;
     GradientTarget dw_gate_up;
     GradientTarget dw_down;
     std::int64_t partial_stride;  // elements of an expert's sums between parts

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "device/comm/wait.cuh"
 #include "device/pipe/trace.cuh"
@@ -28,7 +29,12 @@ template <int Stages, bool Trace>
 using QuantisedBackwardConfig =
     LayerConfig<Stages, Trace, false, 2, 2, 88, 208, layout::LayerForm::kFp8Backward>;
 
-enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient };
+// With the weights' gradients in e4m3 too.
+template <int Stages, bool Trace>
+using QuantisedGradientsConfig =
+    LayerConfig<Stages, Trace, false, 2, 2, 88, 208, layout::LayerForm::kFp8Gradients>;
+
+enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient, kTransposeTile };
 
 enum TileFlag {
     kToPartials = 1,    // the sum goes on in a later part
@@ -53,7 +59,7 @@ struct BackwardTile {
     std::int32_t tail;          // the cluster shares the rows, not the weights
     std::int32_t chunk;
     std::int32_t expert;
-    std::int32_t row;      // gradients: of the expert's dW
+    std::int32_t row;      // gradients: of the expert's dW; of a tile that transposes: 1 for dy
     std::int32_t partial;  // gradients: which of the sums between parts
     std::int32_t turn;     // gradients: word among the turns
     std::int32_t flags;    // TileFlag, of gradients but for the last
@@ -170,6 +176,74 @@ class RowTiles {
     int ticket_ = 0;
 };
 
+// Tiles that transpose x and dy, likewise: in the order of the units, without waiting for any other tile.
+template <class C>
+class TransposesOfRank {
+  public:
+    __device__ __forceinline__ TransposesOfRank(const BackwardParams& params, int num_chunks)
+        : p(params),
+          rows_(params.route.expert_rows, num_chunks * params.route.num_local),
+          walk_(num_chunks * params.route.num_local, params.route.num_local, params.transposes.columns(), 0,
+                0) {
+        advance();
+    }
+
+    __device__ __forceinline__ bool find(int ticket) {
+        ticket_ = ticket;
+        while (run_.tiles > 0 && ticket >= run_.first_ticket + run_.tiles)
+            advance();
+        if (run_.tiles == 0) return false;
+        place_.move(p, run_.unit);
+        return true;
+    }
+    __device__ __forceinline__ BackwardTile record(int cta) const {
+        const layout::CtaTile tile = cta_tile(cta);
+        BackwardTile t{};
+        t.kind = kTransposeTile;
+        t.k_blocks = p.transposes.blocks();
+        t.slot = place_.first_slot + tile.first_row;
+        t.pool_row = t.slot + place_.row_of_slot;
+        t.rows = tile.live ? min(run_.rows - tile.first_row, layout::kTileRows) : 0;
+        t.column = p.transposes.first_column(tile.column);
+        t.row = p.transposes.is_dy(tile.column) ? 1 : 0;
+        t.chunk = place_.chunk;
+        t.expert = place_.expert;
+        return t;
+    }
+    // One warp.
+    __device__ __forceinline__ bool ready(std::uint64_t& index, std::uint64_t& seen,
+                                          std::uint64_t& wanted) const {
+        const int row = cta_tile(0).first_row + static_cast<int>(ptx::lane_id()) * layout::kRowBlock;
+        index = static_cast<std::uint64_t>((place_.first_slot + row) / layout::kRowBlock);
+        wanted = layout::kRowBlock;
+        seen = wanted;
+        if (row < min(run_.rows, cta_tile(1).first_row + layout::kTileRows))
+            seen = ptx::load_acquire_gpu(p.counters + p.arrived + index);
+        return !ptx::any(seen < wanted);
+    }
+
+  private:
+    __device__ __forceinline__ void advance() {
+        // The runs that TileWalk has for a second product are empty.
+        do {
+            run_ = walk_.next(rows_);
+        } while (run_.tiles == 0 && run_.rows > 0);
+    }
+    __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
+        return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, p.transposes.columns());
+    }
+
+    const BackwardParams& p;
+    UnitRows rows_;
+    layout::TileWalk walk_;
+    layout::TileRun run_{};
+    UnitPlace place_{};
+    int ticket_ = 0;
+};
+struct NoTransposes {
+    __device__ __forceinline__ NoTransposes(const BackwardParams&, int) {}
+};
+
 // Tiles of the weights' gradients, likewise.
 template <class C>
 class GradientTilesOfRank {
@@ -199,7 +273,7 @@ class GradientTilesOfRank {
         t.kind = tile.down ? kDownGradient : kGateUpGradient;
         // An expert without rows has one empty stage: it is by their stages that the CTAs of a cluster keep
         // together, and that the first does not send more tickets than the second has room for.
-        t.k_blocks = max(layout::ceil_div(run_.rows, layout::kRowBlock), 1);
+        t.k_blocks = max(layout::ceil_div(run_.rows, kBlockRows), 1);
         t.slot = place_.first_slot + run_.first_row;
         t.pool_row = t.slot + place_.row_of_slot;
         t.rows = run_.rows;
@@ -217,7 +291,8 @@ class GradientTilesOfRank {
     // tickets.
     __device__ __forceinline__ bool ready(std::uint64_t& index_of, std::uint64_t& seen,
                                           std::uint64_t& wanted) {
-        const int blocks = layout::ceil_div(run_.rows, layout::kRowBlock);
+        // Where the contraction is cut into 128 rows, the zeros behind the last count too.
+        const int blocks = layout::ceil_div(run_.rows, kBlockRows) * (kBlockRows / layout::kRowBlock);
         const int first = (place_.first_slot + run_.first_row) / layout::kRowBlock;
         wanted = static_cast<std::uint64_t>(p.intermediate / 128 * 4);
         while (seen_blocks_ < blocks) {
@@ -225,6 +300,18 @@ class GradientTilesOfRank {
             index_of = static_cast<std::uint64_t>(first + block);
             seen = block < blocks ? ptx::load_acquire_gpu(p.counters + p.zd_done + index_of) : wanted;
             if (ptx::any(seen < wanted)) return false;
+            if constexpr (C::kQuantisesGradients) {
+                const auto transposed =
+                    static_cast<std::uint64_t>(p.transposes.columns() * layout::kTransposingWarps);
+                const bool counts = block < blocks && index_of % 2 == 0;
+                const std::uint64_t done =
+                    counts ? ptx::load_acquire_gpu(p.counters + p.transposed + index_of) : transposed;
+                if (ptx::any(done < transposed)) {
+                    seen = done;
+                    wanted = transposed;
+                    return false;
+                }
+            }
             seen_blocks_ += 32;
         }
         if (run_.ordinal == 0) return true;
@@ -235,6 +322,9 @@ class GradientTilesOfRank {
     }
 
   private:
+    // A k-block of 64 rows of bf16 or of 128 of e4m3.
+    static constexpr int kBlockRows = C::kQuantisesGradients ? layout::kTransposedEdge : layout::kRowBlock;
+
     __device__ __forceinline__ int index() const { return ticket_ - run_.first_ticket; }
     __device__ __forceinline__ int turn() const { return place_.expert * p.gradients.tiles() + index(); }
 
@@ -264,6 +354,7 @@ class BackwardScheduler {
           clusters_(static_cast<int>(ptx::num_ctas()) / C::kClusterSize),
           mail_(map),
           rows_(params, table_word(params.route.summary, layout::kSummaryChunks), clusters_),
+          transposes_(params, table_word(params.route.summary, layout::kSummaryChunks)),
           gradients_(params, table_word(params.route.summary, layout::kSummaryChunks),
                      ptx::load_relaxed_sys(params.route.endpoint.sync + layout::kBadIdEpochWord) == launch) {}
 
@@ -273,8 +364,7 @@ class BackwardScheduler {
             ptx::mbarrier_wait(shared.ring_empty(ring.at), ring.parity ^ 1);
             const std::uint32_t ticket = cta_ == 0 ? choose() : follow();
             BackwardTile t{};
-            if (ticket != kNoTicket)
-                t = (ticket & kGradientBit) != 0 ? gradients_.record(cta_) : rows_.record(cta_);
+            if (ticket != kNoTicket) t = record(ticket);
             // What any lane has seen of the inputs holds for the CTA.
             __syncwarp();
             if (ptx::lane_id() == 0) {
@@ -288,7 +378,15 @@ class BackwardScheduler {
 
   private:
     static constexpr std::uint32_t kGradientBit = 0x80000000u;
+    static constexpr std::uint32_t kTransposeBit = 0x40000000u;
     static constexpr std::uint32_t kNoTicket = 0xFFFFFFFFu;
+
+    __device__ __forceinline__ BackwardTile record(std::uint32_t ticket) const {
+        if ((ticket & kGradientBit) != 0) return gradients_.record(cta_);
+        if constexpr (C::kQuantisesGradients)
+            if ((ticket & kTransposeBit) != 0) return transposes_.record(cta_);
+        return rows_.record(cta_);
+    }
 
     __device__ __forceinline__ int draw(layout::CounterTicket which) {
         std::uint32_t ticket = 0;
@@ -318,6 +416,17 @@ class BackwardScheduler {
                 row_ticket_ = kDraw;
                 return ticket;
             }
+            if constexpr (C::kQuantisesGradients) {
+                if (transpose_ticket_ == kDraw) {
+                    transpose_ticket_ = draw(layout::kTransposeTicket);
+                    if (!transposes_.find(transpose_ticket_)) transpose_ticket_ = kNone;
+                }
+                if (transpose_ticket_ >= 0 && (transposes_.ready(index, seen, wanted) || lost_)) {
+                    const auto ticket = static_cast<std::uint32_t>(transpose_ticket_) | kTransposeBit;
+                    transpose_ticket_ = kDraw;
+                    return ticket;
+                }
+            }
             if (gradient_ticket_ == kDraw) {
                 gradient_ticket_ = draw(layout::kGradientTicket);
                 if (!gradients_.find(gradient_ticket_)) gradient_ticket_ = kNone;
@@ -327,7 +436,8 @@ class BackwardScheduler {
                 gradient_ticket_ = kDraw;
                 return ticket;
             }
-            if (row_ticket_ == kNone && gradient_ticket_ == kNone) return kNoTicket;
+            if (row_ticket_ == kNone && transpose_ticket_ == kNone && gradient_ticket_ == kNone)
+                return kNoTicket;
             if (polls % kPollsPerCheck == 0) check_time(idle_since, index, seen, wanted);
         }
     }
@@ -335,19 +445,37 @@ class BackwardScheduler {
         const std::uint32_t ticket = mail_.receive();
         if (ticket == kNoTicket) return ticket;
         const bool gradient = (ticket & kGradientBit) != 0;
-        if (gradient)
-            gradients_.find(static_cast<int>(ticket & ~kGradientBit));
-        else
-            rows_.find(static_cast<int>(ticket));
+        const bool transpose = !gradient && (ticket & kTransposeBit) != 0;
+        const auto number = static_cast<int>(ticket & ~(kGradientBit | kTransposeBit));
+        if (gradient) {
+            gradients_.find(number);
+        } else if (transpose) {
+            if constexpr (C::kQuantisesGradients) transposes_.find(number);
+        } else {
+            rows_.find(number);
+        }
         // The first CTA has seen the inputs; now this one sees them too.
         std::int64_t idle_since = 0;
         for (int polls = 0;; ++polls) {
             std::uint64_t index, seen, wanted;
-            const bool ready =
-                gradient ? gradients_.ready(index, seen, wanted) : rows_.ready(index, seen, wanted);
+            bool ready;
+            if (gradient)
+                ready = gradients_.ready(index, seen, wanted);
+            else if (transpose)
+                ready = transposes_ready(index, seen, wanted);
+            else
+                ready = rows_.ready(index, seen, wanted);
             if (ready || lost_) return ticket;
             if (polls % kPollsPerCheck == 0) check_time(idle_since, index, seen, wanted);
         }
+    }
+
+    __device__ __forceinline__ bool transposes_ready(std::uint64_t& index, std::uint64_t& seen,
+                                                     std::uint64_t& wanted) const {
+        if constexpr (C::kQuantisesGradients)
+            return transposes_.ready(index, seen, wanted);
+        else
+            return true;
     }
 
     // Nothing was ready: has this gone on for too long, or has a rank given up? After a fault everything
@@ -376,9 +504,11 @@ class BackwardScheduler {
     int clusters_;
     ClusterMail<C> mail_;
     RowTiles<C> rows_;
+    std::conditional_t<C::kQuantisesGradients, TransposesOfRank<C>, NoTransposes> transposes_;
     GradientTilesOfRank<C> gradients_;
     int row_ticket_ = kDraw;
     int gradient_ticket_ = kDraw;
+    int transpose_ticket_ = C::kQuantisesGradients ? kDraw : kNone;
     bool first_ = true;
     bool lost_ = false;
 };

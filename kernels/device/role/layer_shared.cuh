@@ -30,7 +30,8 @@ struct LayerConfig {
 
     static constexpr bool kQuantised = Form != layout::LayerForm::kBf16;  // products are of e4m3
     static constexpr bool kMovesE4m3 = Form == layout::LayerForm::kFp8Forward;
-    static constexpr bool kQuantisesRows = Form == layout::LayerForm::kFp8Backward;
+    static constexpr bool kQuantisesGradients = Form == layout::LayerForm::kFp8Gradients;
+    static constexpr bool kQuantisesRows = Form == layout::LayerForm::kFp8Backward || kQuantisesGradients;
     static constexpr int kElementBytes = kQuantised ? 1 : 2;  // of the operands of products
     static constexpr int kMovedBytes = kMovesE4m3 ? 1 : 2;    // of an element of the rows that travel
     static constexpr int kBlockK = 128 / kElementBytes;       // one row of the swizzle
@@ -78,7 +79,13 @@ struct LayerShared {
         return base + C::kAt.column_scales + stage * layout::kColumnScaleBytes;
     }
     __device__ __forceinline__ std::uint32_t store_scales(int warp) const {
+        if constexpr (C::kQuantisesGradients) return store_buffer(warp) + layout::kStoreBytes / 2;
         return base + C::kAt.store_scales + warp * layout::kStoreScaleBytes;
+    }
+    // Of gradients in e4m3 alone.
+    __device__ __forceinline__ std::uint32_t factors() const { return base + C::kAt.factors; }
+    __device__ __forceinline__ std::uint32_t amax(int turn) const {
+        return base + C::kAt.amax + turn * layout::kMathWarps * 4;
     }
     __device__ __forceinline__ std::uint32_t pull_scales(int buffer) const {
         return base + C::kAt.pull_scales + buffer * layout::kPullScaleBytes;

@@ -7,13 +7,14 @@
 #include "device/epilogue/swiglu_backward.cuh"
 #include "device/role/backward_gradient.cuh"
 #include "device/role/backward_schedule.cuh"
+#include "device/role/backward_transpose.cuh"
 #include "device/role/quantised_stages.cuh"
 #include "layout/scale_runs.h"
 
 namespace mega_moe::device {
 
 // One warpgroup: its part of this CTA's tiles, of which dz and dx are products of e4m3 and the weights'
-// gradients of bf16.
+// gradients of bf16 or of e4m3.
 template <class C>
 class QuantisedBackwardMath {
   public:
@@ -33,8 +34,12 @@ class QuantisedBackwardMath {
                 dz_tile(tracer);
             else if (kind == kDxTile)
                 dx_tile(tracer);
-            else
+            else if constexpr (!C::kQuantisesGradients)
                 gradient(tracer);
+            else if (kind == kTransposeTile)
+                transpose_tile(tracer);
+            else
+                quantised_gradient(tracer);
         }
         told_.publish(lane());
         // What was stored and is not counted still reads this CTA's shared memory.
@@ -69,19 +74,20 @@ class QuantisedBackwardMath {
         }
     }
 
-    template <int Columns>
+    template <class Stored = SwizzledRows, int Columns>
     __device__ __forceinline__ void multiply(float (&sums)[Columns], int k_blocks) {
 #pragma unroll
         for (int i = 0; i < Columns; ++i)
             sums[i] = 0.0f;
         told_.wait(shared.full(stage_.at), stage_.parity, lane());
-        multiply_quantised(sums, shared, stage_, k_blocks, told_, RowScalesOfStage<C>{shared}, math_warp_,
+        multiply_quantised<Stored>(sums, shared, stage_, k_blocks, told_, RowScalesOfStage<C>{shared}, math_warp_,
                            lane());
     }
     // A warpgroup without rows passes the stages on.
-    __device__ __forceinline__ void pass(int products) {
-        const int k_blocks = take_record().k_blocks;
-        pass_tile<C>(shared, stage_, products * k_blocks, told_, lane());
+    __device__ __forceinline__ BackwardTile pass(int products) {
+        const BackwardTile t = take_record();
+        pass_tile<C>(shared, stage_, products * t.k_blocks, told_, lane());
+        return t;
     }
 
     // The routing weights of the warp's rows, 0 beyond the last, until the products are made: to load them
@@ -93,6 +99,11 @@ class QuantisedBackwardMath {
             weight = __uint_as_float(static_cast<std::uint32_t>(
                 ptx::load_relaxed_gpu(p.route.slots + t.slot + warp_row() + lane()) >> 32));
         told_.wait(shared.full(stage_.at), stage_.parity, lane());
+        if constexpr (C::kQuantisesGradients) {
+            // They go where a copy may still read.
+            if (lane() == 0) ptx::bulk_wait_read<0>();
+            __syncwarp();
+        }
         if (lane() < 16) ptx::store_shared(shared.store_scales(math_warp_) + lane() * 4, weight);
         __syncwarp();
     }
@@ -100,7 +111,13 @@ class QuantisedBackwardMath {
     // Gate and up anew, the gradient of h, and from these in registers dz, h and a part of dtopk.
     __device__ __forceinline__ void dz_tile(Tracer<C::kTrace>& tracer) {
         if (record().rows <= first_row()) {
-            pass(2);
+            const BackwardTile t = pass(2);
+            if constexpr (C::kQuantisesGradients) {
+                // Of 128 rows, which is what the gradients read.
+                if (t.rows == 0) return;
+                GradientOperands<C>(p, shared, t, math_warp_, layout::kMathWarps).store_zeros(t.column);
+                told_.later(zd_done(t), nullptr, lane());
+            }
             return;
         }
         keep_weights();
@@ -121,9 +138,16 @@ class QuantisedBackwardMath {
         const BackwardTile t = take_record();
         trace_end(TraceKind::kDz, t, tracer);
         told_.publish(lane());
-        store_dz(t, gate, up, dh);
-        told_.later(p.counters + p.zd_done + (t.slot + first_row()) / layout::kRowBlock, nullptr, lane());
+        if constexpr (C::kQuantisesGradients)
+            store_quantised_dz(t, gate, up, dh);
+        else
+            store_dz(t, gate, up, dh);
+        told_.later(zd_done(t), nullptr, lane());
         trace_end(TraceKind::kStoreDz, t, tracer);
+    }
+
+    __device__ __forceinline__ std::uint32_t* zd_done(const BackwardTile& t) const {
+        return p.counters + p.zd_done + (t.slot + first_row()) / layout::kRowBlock;
     }
 
     __device__ __forceinline__ void store_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
@@ -160,17 +184,50 @@ class QuantisedBackwardMath {
             round_block(words, du_block, mask);
             store_words(words, p.dz_pool, 2 * p.intermediate, p.intermediate + column, row);
         }
-        if (p.needs_dtopk) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 1);
-                dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 2);
-                const std::int64_t part_row = row + lane / 4 + 8 * i;
-                if (lane % 4 == 0)
-                    ptx::store(p.dtopk_parts + part_row * (p.intermediate / 128) + t.column / 128, dw[i]);
-            }
-        }
+        store_dtopk(t, dw, row, lane);
         if (p.needs_dx) store_codes(dh, du, t, row);
+    }
+    // Without bf16: codes of 128 rows for the gradients, and of each row for dx. Rows beyond the last are zeros
+    // of x and dy, of which nothing else can become.
+    __device__ __forceinline__ void store_quantised_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
+                                                       const std::uint32_t (&up)[32], float (&dh)[64]) {
+        const int lane = static_cast<int>(ptx::lane_id_anew());
+        // Whatever copy read the buffer last.
+        if (lane == 0) ptx::bulk_wait_read<0>();
+        float weight[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            weight[i] = ptx::load_shared(shared.store_scales(math_warp_) + (lane / 4 + 8 * i) * 4);
+        __syncwarp();
+        constexpr std::uint32_t kAll[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
+        float dw[2] = {};
+        float du[64];
+        std::uint32_t h[32];
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+            if (p.clamp < INFINITY)
+                swiglu_backward_wide<true>(gate + 16 * block, up + 16 * block, h + 16 * block, dh + 32 * block,
+                                           du + 32 * block, weight, kAll, p.clamp, dw);
+            else
+                swiglu_backward_wide<false>(gate + 16 * block, up + 16 * block, h + 16 * block,
+                                            dh + 32 * block, du + 32 * block, weight, kAll, p.clamp, dw);
+        }
+        const int row = t.pool_row + warp_row();
+        store_dtopk(t, dw, row, lane);
+        const int warps = t.rows > layout::kRowBlock ? layout::kMathWarps : layout::kMathWarps / 2;
+        GradientOperands<C>(p, shared, t, math_warp_, warps).store_dz(dh, du, h, t.column);
+        if (p.needs_dx) store_codes(dh, du, t, row);
+    }
+    __device__ __forceinline__ void store_dtopk(const BackwardTile& t, float (&dw)[2], int row, int lane) {
+        if (!p.needs_dtopk) return;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 1);
+            dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 2);
+            const std::int64_t part_row = row + lane / 4 + 8 * i;
+            if (lane % 4 == 0)
+                ptx::store(p.dtopk_parts + part_row * (p.intermediate / 128) + t.column / 128, dw[i]);
+        }
     }
     static __device__ __forceinline__ void round_block(std::uint32_t (&words)[16], const float* d,
                                                        const std::uint32_t (&mask)[2]) {
@@ -246,6 +303,49 @@ class QuantisedBackwardMath {
         }
         store_gradient_tile(p, t, d, told_, first_row(), warp_row(), shared.store_buffer(math_warp_),
                             static_cast<int>(ptx::lane_id_anew()), tracer);
+    }
+
+    __device__ __forceinline__ void quantised_gradient(Tracer<C::kTrace>& tracer) {
+        trace_wait(tracer);
+        float d[128];
+        if (record().rows > 0) {
+            multiply<TransposedSlabs>(d, record().k_blocks);
+        } else {
+            pass_tile<C>(shared, stage_, record().k_blocks, told_, lane());
+#pragma unroll
+            for (int i = 0; i < 128; ++i)
+                d[i] = 0.0f;
+        }
+        const BackwardTile t = take_record();
+        told_.publish(lane());
+        store_gradient_tile(p, t, d, told_, first_row(), warp_row(), shared.store_buffer(math_warp_),
+                            static_cast<int>(ptx::lane_id_anew()), tracer);
+    }
+
+    // 128 rows of x or dy in bf16 to their transposed codes.
+    __device__ __forceinline__ void transpose_tile(Tracer<C::kTrace>& tracer) {
+        trace_wait(tracer);
+        const BackwardTile t = take_record();
+        if (t.rows == 0) {
+            pass_tile<C>(shared, stage_, t.k_blocks, told_, lane());
+            return;
+        }
+        if (lane() == 0) ptx::bulk_wait_read<0>();
+        __syncwarp();
+        const GradientOperands<C> to(p, shared, t, math_warp_, layout::kMathWarps);
+        for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
+            told_.wait(shared.full(stage_.at), stage_.parity, lane());
+            std::uint32_t words[32];
+            load_slab_words(words, shared.b(stage_.at), math_warp_, t.rows, lane());
+            __syncwarp();
+            release_stage<C>(shared, stage_.at, lane());
+            const int column = t.column + k_block * layout::kTransposedEdge;
+            if (t.row == 0)
+                to.store_x(words, column, k_block % 2);
+            else
+                to.store_dy(words, column);
+        }
+        told_.later(p.counters + p.transposed + t.slot / layout::kRowBlock, nullptr, lane());
     }
 
     const BackwardParams& p;

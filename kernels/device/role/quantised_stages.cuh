@@ -67,8 +67,9 @@ __device__ __forceinline__ void load_column_scales(const LayerShared<C>& shared,
 // A tile's stages as multiply_blocks takes them, for one warp.
 //   RowScales: std::uint32_t operator()(int stage, int k_block), shared address of the scale factor of the
 //   tile's first row; kStride, bytes to the next row's
-template <class C, class RowScales>
+template <class C, class RowScales, class Operands>
 struct QuantisedStages {
+    using Stored = Operands;
     const LayerShared<C>& shared;
     RingCursor<C::kStages>& stage;  // the next that is opened
     Deferred<C>& unpublished;
@@ -80,9 +81,8 @@ struct QuantisedStages {
     __device__ __forceinline__ StageOperands open() {
         ptx::mbarrier_wait(shared.full(stage.at), stage.parity);
         const std::uint32_t rows =
-            shared.a(stage.at) + static_cast<std::uint32_t>(warpgroup * layout::kRowBlock * kOperandRowBytes);
-        const StageOperands at{descriptor_low<Major::kK>(rows),
-                               descriptor_low<Major::kK>(shared.b(stage.at))};
+            shared.a(stage.at) + static_cast<std::uint32_t>(warpgroup * Stored::kWarpgroupBytes);
+        const StageOperands at{Stored::low(rows), Stored::low(shared.b(stage.at))};
         stage.next();
         return at;
     }
@@ -131,13 +131,13 @@ __device__ __forceinline__ void pass_tile(const LayerShared<C>& shared, RingCurs
 }
 
 // sums += a tile's products, by a warpgroup with rows.
-template <class C, class RowScales, int Columns>
+template <class Stored = SwizzledRows, class C, class RowScales, int Columns>
 __device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const LayerShared<C>& shared,
                                                    RingCursor<C::kStages>& stage, int k_blocks,
                                                    Deferred<C>& unpublished, const RowScales& row_scales,
                                                    int math_warp, int lane) {
     [[maybe_unused]] const std::uint32_t zero = ptx::opaque_zero();
-    QuantisedStages<C, RowScales> stages{shared, stage, unpublished, row_scales, math_warp / 4, lane};
+    QuantisedStages<C, RowScales, Stored> stages{shared, stage, unpublished, row_scales, math_warp / 4, lane};
     if constexpr (Columns == 128 && kPromotion == Promotion::kHalves) {
         while (stages.k_block < k_blocks)
             multiply_block_in_halves(sums, stages);
