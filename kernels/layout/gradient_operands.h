@@ -44,12 +44,12 @@ struct GradientScales {
     MEGA_MOE_LAW int h() const { return x() + pairs(hidden) * kPairScales; }
     MEGA_MOE_LAW int length() const { return h() + pairs(intermediate) * kPairScales; }
     // Of a block of 128 columns, from x() or h() on.
-    MEGA_MOE_LAW static int of_block(int block) { return block / 2 * kPairScales + block % 2; }
+    static MEGA_MOE_LAW int of_block(int block) { return block / 2 * kPairScales + block % 2; }
 
     static constexpr int kPairScales = 4;  // two of them unused
 
   private:
-    MEGA_MOE_LAW static int pairs(int columns) { return (columns / kTransposedEdge + 1) / 2; }
+    static MEGA_MOE_LAW int pairs(int columns) { return (columns / kTransposedEdge + 1) / 2; }
 };
 
 // --- tiles that transpose x and dy

@@ -16,6 +16,7 @@
 void test_backward_progress();
 void test_forward_progress();
 void test_forward_tiles();
+void test_gradient_operands();
 void test_gradient_tiles();
 void test_group_scale();
 void test_layouts();

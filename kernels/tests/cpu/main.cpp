@@ -10,6 +10,7 @@ int main(int count, char** arguments) {
     } suites[] = {{"backward_progress", test_backward_progress},
                   {"forward_progress", test_forward_progress},
                   {"forward_tiles", test_forward_tiles},
+                  {"gradient_operands", test_gradient_operands},
                   {"gradient_tiles", test_gradient_tiles},
                   {"group_scale", test_group_scale},
                   {"layouts", test_layouts},

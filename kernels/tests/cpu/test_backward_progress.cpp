@@ -24,8 +24,10 @@ struct Settings {
     int ahead;  // tiles that a cluster takes before it has stored them
     unsigned seed;
     int fault = 0;  // planted: 1 parts without turns, 2 pulls that wait for sums alone, 3 gradients that wait
-                    // once taken, 4 helpers that pull all chunks
+                    // once taken, 4 helpers that pull all chunks, 5 gradients that do not wait for
+                    // transposed rows
     int helpers = 0;  // pull of the first chunk, and push only then
+    int transposes = 0;  // columns of the tiles that transpose rows, which gradients then wait for
 };
 
 // Blocks of 128 rows stand for rows: of each unit, in the order of its slots.
@@ -40,6 +42,7 @@ class Rank {
         first_block_.push_back(static_cast<int>(block_unit_.size()));
         arrived_.resize(block_unit_.size());
         dz_.resize(block_unit_.size());
+        transposed_.resize(block_unit_.size());
         dx_.resize(block_unit_.size());
         pushed_.resize(block_unit_.size());
         const auto chunks = static_cast<std::size_t>(p.chunks);
@@ -50,6 +53,7 @@ class Rank {
         for (const int unit : block_unit_)
             ++blocks_[chunk(unit)];
         cut_rows();
+        if (s.transposes > 0 && s.gradient_tiles > 0) cut_transposes();
         cut_gradients();
         turns_.resize(static_cast<std::size_t>(p.num_local * s.gradient_tiles));
         clusters_.resize(static_cast<std::size_t>(p.clusters));
@@ -96,14 +100,16 @@ class Rank {
         bool down;
         std::vector<int> blocks;
     };
+    enum Kind { kRow, kTranspose, kGradient };
     struct Gradient {
         GradientRun run;
         int index;
     };
     struct Cluster {
         int row = -1;  // tickets that it holds
+        int transpose = -1;
         int gradient = -1;
-        std::vector<std::pair<bool, int>> taken;  // tiles on their way: of a gradient, which
+        std::vector<std::pair<Kind, int>> taken;  // tiles on their way
     };
     struct Share {
         int chunk;
@@ -134,6 +140,24 @@ class Rank {
             }
         }
     }
+    void cut_transposes() {
+        layout::TileWalk walk(p_.rows.size(), p_.num_local, s_.transposes, 0, 0);
+        for (;;) {
+            const TileRun run = walk.next(p_.rows);
+            if (run.tiles == 0 && run.rows == 0) break;
+            for (int index = 0; index < run.tiles; ++index) {
+                RowTile tile{false, {}};
+                for (int cta = 0; cta < 2; ++cta) {
+                    const layout::CtaTile part = layout::cta_tile(index, cta, run.rows, s_.transposes);
+                    if (part.live)
+                        tile.blocks.push_back(first_block_[static_cast<std::size_t>(run.unit)] +
+                                              part.first_row / layout::kTileRows);
+                }
+                left_[static_cast<std::size_t>(run.unit)] += static_cast<int>(tile.blocks.size());
+                transposes_.push_back(tile);
+            }
+        }
+    }
     void cut_gradients() {
         layout::GradientWalk walk(p_.chunks, p_.num_local, s_.gradient_tiles, s_.zeros);
         for (;;) {
@@ -158,9 +182,11 @@ class Rank {
     bool ready(const Gradient& g) {
         const int first =
             first_block_[static_cast<std::size_t>(g.run.unit)] + g.run.first_row / layout::kTileRows;
-        for (int row = 0; row < g.run.rows; row += layout::kTileRows)
-            if (dz_[static_cast<std::size_t>(first + row / layout::kTileRows)] < p_.gate_up_columns)
-                return false;
+        for (int row = 0; row < g.run.rows; row += layout::kTileRows) {
+            const auto block = static_cast<std::size_t>(first + row / layout::kTileRows);
+            if (dz_[block] < p_.gate_up_columns) return false;
+            if (transposed_[block] < s_.transposes && s_.fault != 5) return false;
+        }
         return s_.fault == 1 || turn(g) >= g.run.ordinal;
     }
 
@@ -169,42 +195,62 @@ class Rank {
         if (c.row < 0) c.row = next_row_++;
         const bool has_row = c.row < static_cast<int>(row_tiles_.size());
         if (has_row && ready(row_tiles_[static_cast<std::size_t>(c.row)])) {
-            c.taken.emplace_back(false, c.row);
+            c.taken.emplace_back(kRow, c.row);
             c.row = -1;
+            return true;
+        }
+        if (c.transpose < 0) c.transpose = next_transpose_++;
+        if (c.transpose < static_cast<int>(transposes_.size()) &&
+            arrived(transposes_[static_cast<std::size_t>(c.transpose)])) {
+            c.taken.emplace_back(kTranspose, c.transpose);
+            c.transpose = -1;
             return true;
         }
         if (c.gradient < 0) c.gradient = next_gradient_++;
         if (c.gradient >= static_cast<int>(gradient_tiles_.size())) return false;
         const Gradient& next = gradient_tiles_[static_cast<std::size_t>(c.gradient)];
         if (s_.fault != 3 && !ready(next)) return false;
-        c.taken.emplace_back(true, c.gradient);
+        c.taken.emplace_back(kGradient, c.gradient);
         c.gradient = -1;
         return true;
     }
     bool try_store(Cluster& c) {
         if (c.taken.empty()) return false;
-        const auto [gradient, at] = c.taken.front();
-        if (!try_finish(gradient, at)) return false;
+        const auto [kind, at] = c.taken.front();
+        if (!try_finish(kind, at)) return false;
         c.taken.erase(c.taken.begin());
         return true;
     }
-    bool try_finish(bool gradient, int at) {
-        if (gradient) {
+    bool try_finish(Kind kind, int at) {
+        if (kind == kGradient) {
             const Gradient& g = gradient_tiles_[static_cast<std::size_t>(at)];
+            check_transposed(g);
             if (s_.fault == 3 && !ready(g)) return false;
             if (turn(g) != g.run.ordinal) fault_ = "parts are added in another order";
             ++turn(g);
             ++(g.run.rows > 0 ? gradients_[chunk(g.run.unit)] : zeros_);
             return true;
         }
-        const RowTile& tile = row_tiles_[static_cast<std::size_t>(at)];
+        const RowTile& tile = (kind == kRow ? row_tiles_ : transposes_)[static_cast<std::size_t>(at)];
         for (const int block : tile.blocks) {
             const auto b = static_cast<std::size_t>(block);
             check_free(chunk(block_unit_[b]));
-            ++(tile.down ? dx_ : dz_)[b];
+            ++(kind == kTranspose ? transposed_ : tile.down ? dx_ : dz_)[b];
             --left_[static_cast<std::size_t>(block_unit_[b])];
         }
         return true;
+    }
+    bool arrived(const RowTile& tile) const {
+        for (const int block : tile.blocks)
+            if (arrived_[static_cast<std::size_t>(block)] == 0) return false;
+        return true;
+    }
+    void check_transposed(const Gradient& g) {
+        const int first =
+            first_block_[static_cast<std::size_t>(g.run.unit)] + g.run.first_row / layout::kTileRows;
+        for (int row = 0; row < g.run.rows; row += layout::kTileRows)
+            if (transposed_[static_cast<std::size_t>(first + row / layout::kTileRows)] != s_.transposes)
+                fault_ = "a gradient reads rows that are not transposed";
     }
     // What is written lies where the rows of the chunk two before lay.
     void check_free(std::size_t c) {
@@ -251,16 +297,18 @@ class Rank {
     Settings s_;
     std::vector<int> first_block_;  // by unit
     std::vector<int> block_unit_;
-    std::vector<int> arrived_, dz_, dx_, pushed_;  // by block
+    std::vector<int> arrived_, dz_, dx_, transposed_, pushed_;  // by block
     std::vector<int> blocks_, sent_;               // by chunk
     std::vector<int> gradients_, gradients_wanted_;
-    std::vector<int> left_;  // tiles of dz and dx, by unit
+    std::vector<int> left_;  // tiles of dz and dx and that transpose, by unit
     std::vector<int> turns_;
     int zeros_ = 0;
     int zeros_wanted_ = 0;
     std::vector<RowTile> row_tiles_;
+    std::vector<RowTile> transposes_;
     std::vector<Gradient> gradient_tiles_;
     int next_row_ = 0;
+    int next_transpose_ = 0;
     int next_gradient_ = 0;
     std::vector<Cluster> clusters_;
     std::vector<Share> pulled_;
@@ -273,10 +321,11 @@ class Rank {
 void test_planted_faults() {
     Problem p{3, 4, 2, 2, 3, 6, {{300, 0, 200, 300, 64, 100, 300, 200, 1, 500, 2, 700}}};
     p.num_local = 3;
-    for (int fault = 0; fault <= 4; ++fault) {
+    for (int fault = 0; fault <= 5; ++fault) {
         int found = 0;
         for (unsigned seed = 0; seed < 40; ++seed) {
-            const Settings s{true, true, 2, 2, 2, seed, fault, fault == 0 || fault == 4 ? 2 : 0};
+            const Settings s{true, true, 2, 2, 2, seed, fault, fault == 0 || fault == 4 ? 2 : 0,
+                             fault == 0 || fault == 5 ? 2 : 0};
             found += Rank(p, s).run().empty() ? 0 : 1;
         }
         CHECK((fault == 0) == (found == 0), "planted fault %d was found %d times", fault, found);
@@ -311,7 +360,8 @@ void test_backward_progress() {
                          pick(1, 2, 3, 4),
                          static_cast<unsigned>(made()),
                          0,
-                         pick(0, 2)};
+                         pick(0, 2),
+                         pick(0, 1, 2, 4)};
         const std::string what = Rank(p, s).run();
         CHECK(what.empty(), "trial %d, %s, %d tiles of gradients, dx %d: %s", trial, p.name().c_str(),
               s.gradient_tiles, s.needs_dx, what.c_str());

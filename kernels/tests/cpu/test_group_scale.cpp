@@ -161,9 +161,27 @@ void test_powers_of_two() {
     CHECK(std::isnan(make_group_scale(std::numeric_limits<float>::quiet_NaN(), true).scale), "scale of NaN");
 }
 
+// Of an operand of a weight's gradient: amax / 448 wherever that has a finite reciprocal.
+void test_gradient_scale() {
+    for (std::uint32_t amax_bits = 0; amax_bits < kInfinity; ++amax_bits) {
+        const float amax = from_bf16(amax_bits);
+        const float scale = mega_moe::device::make_gradient_scale(amax);
+        const float plain = amax / 448.0f;
+        CHECK(scale == (plain == 0.0f ? 1.0f : plain < 0x1p-126f ? 0x1p-126f : plain), "scale of %a is %a",
+              amax, scale);
+        CHECK(std::isfinite(1.0f / scale) && amax * (1.0f / scale) <= 448.0f * (1.0f + 0x1p-22f),
+              "amax %a becomes %a", amax, amax * (1.0f / scale));
+    }
+    const float infinity = std::numeric_limits<float>::infinity();
+    CHECK(mega_moe::device::make_gradient_scale(infinity) == infinity, "scale of Inf");
+    CHECK(std::isnan(mega_moe::device::make_gradient_scale(std::numeric_limits<float>::quiet_NaN())),
+          "scale of NaN");
+}
+
 }  // namespace
 
 void test_group_scale() {
+    test_gradient_scale();
     test_powers_of_two();
     test_encoder();
     test_all_finite_pairs();
