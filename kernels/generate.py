@@ -35,7 +35,7 @@ OP_KEYS = {
         "stages": int,
     }
     for direction in ("forward", "backward")
-    for form in ("", "_saving", "_trace")
+    for form in ("", "_saving", "_trace", *(["_gradients"] if direction == "backward" else []))
 }
 PRECISIONS = {"bf16": "kBf16", "fp8": "kFp8", "none": "kNone"}
 OPS = {
@@ -48,6 +48,7 @@ OPS = {
     "backward": "kBackward",
     "backward_saving": "kBackwardSaving",
     "backward_trace": "kBackwardTrace",
+    "backward_gradients": "kBackwardGradients",
     "clock_probe": "kClockProbe",
 }
 
@@ -87,7 +88,9 @@ def layer_instance(variant: Variant) -> str:
     # The form that traces can save too, so that either can be looked at.
     trace, saves = ("true" if form in forms else "false" for forms in (("trace",), ("trace", "saving")))
     precision = variant["precision"]
-    if precision == "fp8":
+    if form == "gradients":
+        config = f"QuantisedGradientsConfig<{variant['stages']}, {trace}>"
+    elif precision == "fp8":
         config = f"Quantised{direction.capitalize()}Config<{variant['stages']}, {trace}>"
     else:
         config = f"{direction.capitalize()}Config<{variant['stages']}, {trace}, {saves}>"
@@ -112,6 +115,7 @@ INSTANCES: dict[str, Callable[[Variant], str]] = {
     "backward": layer_instance,
     "backward_saving": layer_instance,
     "backward_trace": layer_instance,
+    "backward_gradients": layer_instance,
     "clock_probe": clock_probe_instance,
 }
 

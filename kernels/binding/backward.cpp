@@ -33,6 +33,7 @@ struct BackwardArguments {
     int64_t pool_rows;
     bool canaries;
     bool quantised_forward;
+    bool quantised_gradients;
     double clamp;
     bool accumulate;
     int64_t delay_seed;
@@ -52,10 +53,12 @@ RouteShape checked_backward_shape(const Checker& check, const BackwardArguments&
     check.range("intermediate", intermediate, 1, INT64_MAX);
     check.multiple("hidden", hidden, 256);
     check.multiple("intermediate", intermediate, 128);
-    const RouteShape shape =
-        checked_shape(check, a.max_tokens, a.topk_idx.size(1), a.num_experts, hidden, intermediate,
-                      static_cast<int64_t>(a.rank.buffers.size()), a.pool_rows, a.quantised_forward, true,
-                      a.canaries, a.quantised() ? 2 : 1);
+    const RouteShape shape = checked_shape(check, a.max_tokens, a.topk_idx.size(1), a.num_experts, hidden,
+                                           intermediate, static_cast<int64_t>(a.rank.buffers.size()),
+                                           a.pool_rows, a.quantised_forward, true, a.canaries,
+                                           a.quantised_gradients ? 3
+                                           : a.quantised()       ? 2
+                                                                 : 1);
     // A tile's scale factors are one run.
     if (a.quantised()) check.multiple("pool_rows", shape.pool_rows, 128);
     return shape;
@@ -182,6 +185,7 @@ void moe_backward(const Tensor& x, const Tensor& dy, const Tensor& topk_idx, con
                                        pool_rows,
                                        canaries,
                                        false,
+                                       false,
                                        clamp,
                                        accumulate,
                                        delay_seed,
@@ -194,9 +198,10 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
                       const Tensor& w_down_t, const Tensor& down_sf, const Tensor& dx, const Tensor& dtopk,
                       const Tensor& dw_gate_up, const Tensor& dw_down, const Tensor& summary,
                       std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
-                      int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise, int64_t rank,
-                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp, bool accumulate,
-                      int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
+                      int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise,
+                      bool quantise_gradients, int64_t rank, int64_t num_sms, int64_t arrival_ns,
+                      int64_t progress_ns, double clamp, bool accumulate, int64_t delay_seed, int64_t trace,
+                      int64_t trace_bytes) {
     backward(Checker("moe_backward_fp8"),
              {x,
               dy,
@@ -220,6 +225,7 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
               pool_rows,
               canaries,
               quantise,
+              quantise_gradients,
               clamp,
               accumulate,
               delay_seed,

@@ -83,8 +83,9 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "Tensor "
         "w_gate_up_t, Tensor gate_up_sf, Tensor w_down_t, Tensor down_sf, Tensor(a!) dx, Tensor(b!) dtopk, "
         "Tensor(c!) dw_gate_up, Tensor(d!) dw_down, Tensor(e!) summary, int[] buffers, int workspace, int "
-        "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool quantise, int rank, int "
-        "num_sms, int arrival_ns, int progress_ns, float clamp, bool accumulate, int delay_seed, int trace, "
+        "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool quantise, bool "
+        "quantise_gradients, int rank, int num_sms, int arrival_ns, int progress_ns, float clamp, bool "
+        "accumulate, int delay_seed, int trace, "
         "int trace_bytes) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");

@@ -60,9 +60,10 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
                       const Tensor& w_down_t, const Tensor& down_sf, const Tensor& dx, const Tensor& dtopk,
                       const Tensor& dw_gate_up, const Tensor& dw_down, const Tensor& summary,
                       std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
-                      int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise, int64_t rank,
-                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp, bool accumulate,
-                      int64_t delay_seed, int64_t trace, int64_t trace_bytes);
+                      int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise,
+                      bool quantise_gradients, int64_t rank, int64_t num_sms, int64_t arrival_ns,
+                      int64_t progress_ns, double clamp, bool accumulate, int64_t delay_seed, int64_t trace,
+                      int64_t trace_bytes);
 
 void clock_probe(const Tensor& out);
 

@@ -15,11 +15,11 @@ RouteShape checked_shape(const Checker& check, int64_t max_tokens, int64_t top_k
     check.range("intermediate", intermediate, 0, kMaxIntermediate);
     check.range("num_ranks", num_ranks, 1, kMaxRanks);
     check.multiple("num_experts", num_experts, num_ranks);
-    check.range("backward", backward, 0, 2);
+    check.range("backward", backward, 0, 3);
     if (backward > 0) check.multiple("intermediate (backward)", intermediate, 128);
     if (backward > 0) check.multiple("hidden (backward)", hidden, 256);
-    RouteShape shape{max_tokens, top_k,    num_experts, hidden,   intermediate, num_ranks,
-                     pool_rows,  quantise, home,        canaries, backward > 0, backward == 2};
+    RouteShape shape{max_tokens, top_k, num_experts, hidden,       intermediate,  num_ranks,    pool_rows,
+                     quantise,   home,  canaries,    backward > 0, backward >= 2, backward == 3};
     const int64_t largest = largest_pool_rows(shape);
     if (pool_rows == 0) shape.pool_rows = largest;
     check.range("pool_rows", shape.pool_rows, smallest_pool_rows(shape), largest);

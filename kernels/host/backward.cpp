@@ -109,21 +109,28 @@ Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& l
     const void* dz = workspace + parts[layout::kDzPool];
     const void* h = workspace + parts[layout::kHPool];
     const void* dx = workspace + parts[layout::kOPool];
-    const Map stores[] = {
-        {"dz pool", dz, rows, 2 * intermediate, 16, p.dz_store},
-        {"h pool", h, rows, intermediate, 16, p.h_store},
-        {"dx pool", dx, rows, hidden, 16, p.dx_store},
-    };
-    Status status = encode(map_rows, stores);
-    if (!status.ok) return status;
     const Map by_blocks[] = {
         {"x pool", x, rows, hidden, 2, p.x_blocks},
         {"dy pool", dy, rows, hidden, 2, p.dy_blocks},
-        {"dz pool", dz, rows, 2 * intermediate, 2, p.dz_blocks},
-        {"h pool", h, rows, intermediate, 2, p.h_blocks},
     };
-    status = encode(map_blocks, by_blocks);
+    Status status = encode(map_blocks, by_blocks);
     if (!status.ok) return status;
+    // Where they are in e4m3 no copy by a map reads or writes them.
+    if (!local.has_transposed()) {
+        const Map stores[] = {
+            {"dz pool", dz, rows, 2 * intermediate, 16, p.dz_store},
+            {"h pool", h, rows, intermediate, 16, p.h_store},
+            {"dx pool", dx, rows, hidden, 16, p.dx_store},
+        };
+        status = encode(map_rows, stores);
+        if (!status.ok) return status;
+        const Map read[] = {
+            {"dz pool", dz, rows, 2 * intermediate, 2, p.dz_blocks},
+            {"h pool", h, rows, intermediate, 2, p.h_blocks},
+        };
+        status = encode(map_blocks, read);
+        if (!status.ok) return status;
+    }
     const Map gradients[] = {
         {"dw_gate_up", problem.dw_gate_up, gate_up_rows, hidden, 16, p.dw_gate_up_store},
         {"dw_down", problem.dw_down, down_rows, intermediate, 16, p.dw_down_store},
@@ -171,6 +178,7 @@ void place_counters(const layout::WorkspaceShape& local, std::byte* workspace, c
     p.dx_done = p.zd_done + blocks;
     p.gradients_done = layout::counter_of_gradients_done(local.max_slots(), local.chunks());
     p.turns = layout::counter_of_turns(local.max_slots(), local.chunks());
+    p.transposed = local.counter_of_transposed();
     p.summed_done = p.needs_dx ? p.dx_done : p.zd_done;
     p.summed_wanted = static_cast<std::uint32_t>(
         (p.needs_dx ? local.hidden / layout::kTileColumns : local.intermediate / 128) * 4);
@@ -186,6 +194,12 @@ void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShap
     p.dw_down = {static_cast<std::byte*>(problem.dw_down), partials + 2 * local.hidden * local.intermediate,
                  hidden, intermediate};
     p.partial_stride = 3 * local.hidden * local.intermediate;
+    if (local.has_transposed()) {
+        p.x_transposed = workspace + parts[layout::kXTransposedPool];
+        p.dy_transposed = workspace + parts[layout::kDyTransposedPool];
+        p.gradient_scales = reinterpret_cast<float*>(workspace + parts[layout::kGradientScalePool]);
+        p.transposes = {hidden, problem.dw_gate_up != nullptr, problem.dw_down != nullptr};
+    }
     p.gradients_are_fp32 = problem.gradients_are_fp32;
     p.accumulate = problem.accumulate;
 }
@@ -195,9 +209,12 @@ void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShap
 Status launch_backward(const BackwardProblem& problem) noexcept {
     const RouteProblem& route = problem.route;
     LayerLaunch launch{};
-    const Op op = problem.trace != nullptr ? Op::kBackwardTrace
-                  : problem.saved_rows > 0 ? Op::kBackwardSaving
-                                           : Op::kBackward;
+    if (route.shape.quantise_gradients && problem.trace != nullptr)
+        return error_status("weights' gradients in fp8 have no kernel that traces");
+    const Op op = route.shape.quantise_gradients ? Op::kBackwardGradients
+                  : problem.trace != nullptr     ? Op::kBackwardTrace
+                  : problem.saved_rows > 0       ? Op::kBackwardSaving
+                                                 : Op::kBackward;
     const bool quantised = route.shape.quantise_backward;
     Status status = prepare_layer(op, quantised ? Precision::kFp8 : Precision::kBf16, route, launch);
     if (!status.ok) return status;

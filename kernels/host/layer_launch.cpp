@@ -16,7 +16,9 @@ constexpr int kCtasPerCluster = 2;
 layout::LayerForm layer_form(const Variant& variant) noexcept {
     if (variant.precision != Precision::kFp8) return layout::LayerForm::kBf16;
     const bool forward = variant.op == Op::kForward || variant.op == Op::kForwardTrace;
-    return forward ? layout::LayerForm::kFp8Forward : layout::LayerForm::kFp8Backward;
+    if (forward) return layout::LayerForm::kFp8Forward;
+    return variant.op == Op::kBackwardGradients ? layout::LayerForm::kFp8Gradients
+                                                : layout::LayerForm::kFp8Backward;
 }
 
 }  // namespace

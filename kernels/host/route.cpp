@@ -46,7 +46,8 @@ layout::WorkspaceShape workspace_shape(const RouteShape& s) noexcept {
             s.backward,
             s.canaries,
             s.quantise,
-            s.quantise_backward};
+            s.quantise_backward,
+            s.quantise_gradients};
 }
 
 LayoutTable symmetric_layout(const RouteShape& shape) noexcept {

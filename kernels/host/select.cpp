@@ -27,6 +27,8 @@ const char* op_name(Op op) noexcept {
             return "backward_saving";
         case Op::kBackwardTrace:
             return "backward_trace";
+        case Op::kBackwardGradients:
+            return "backward_gradients";
         case Op::kClockProbe:
             return "clock_probe";
     }

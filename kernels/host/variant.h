@@ -12,6 +12,7 @@ enum class Op {
     kBackward,
     kBackwardSaving,
     kBackwardTrace,
+    kBackwardGradients,
     kClockProbe
 };
 enum class Precision { kNone, kBf16, kFp8 };

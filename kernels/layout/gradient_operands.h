@@ -6,10 +6,10 @@
 #include "layout/staging.h"
 
 // Operands of the weights' gradients in e4m3, whose contraction are the rows of an expert: dz and dy become
-// rows of such a product, x and h its columns. All four are kept transposed, in blocks of 128 rows of a pool x 128
-// of its columns. A block is what 128 rows or columns of a stage are, byte for byte: eight slabs of 16 rows,
-// each of them [128 columns][16 rows], so that 8 columns of a slab are one core matrix of wgmma without a
-// swizzle, and a warp that holds 16 rows writes 2 KB in one piece.
+// rows of such a product, x and h its columns. All four are kept transposed, in blocks of 128 rows of a pool
+// x 128 of its columns. A block is what 128 rows or columns of a stage are, byte for byte: eight slabs of 16
+// rows, each of them [128 columns][16 rows], so that 8 columns of a slab are one core matrix of wgmma without
+// a swizzle, and a warp that holds 16 rows writes 2 KB in one piece.
 namespace mega_moe::layout {
 
 inline constexpr int kTransposedEdge = 128;
@@ -25,7 +25,8 @@ MEGA_MOE_LAW int place_in_slab(int row) {
 
 // The block that holds (row, column) of a pool with so many columns, in bytes.
 MEGA_MOE_LAW std::int64_t transposed_block(std::int64_t row, std::int64_t column, std::int64_t columns) {
-    return (row / kTransposedEdge * (columns / kTransposedEdge) + column / kTransposedEdge) * kTransposedBytes;
+    return (row / kTransposedEdge * (columns / kTransposedEdge) + column / kTransposedEdge) *
+           kTransposedBytes;
 }
 MEGA_MOE_LAW std::int64_t transposed_at(std::int64_t row, std::int64_t column, std::int64_t columns) {
     return transposed_block(row, column, columns) + row % kTransposedEdge / kSlabRows * kSlabBytes +
@@ -69,7 +70,8 @@ struct TransposeTiles {
 };
 
 // --- counter of the transposed rows, behind those of the backward
-//   transposed  [row blocks]: warps that stored their part of a tile of the 128 rows that begin with the block
+//   transposed  [row blocks]: warps that stored their part of a tile of the 128 rows that begin with the
+//   block
 inline constexpr int kTransposingWarps = 8;
 
 }  // namespace mega_moe::layout

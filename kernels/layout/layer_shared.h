@@ -42,9 +42,9 @@ inline constexpr int kMailbox = 16;
 // What the products of a layer's kernel read, and how its rows come.
 enum class LayerForm {
     kBf16,
-    kFp8Forward,   // e4m3; x travels so
-    kFp8Backward,  // e4m3, but for the weights' gradients; x and dy travel in bf16 and are quantised on
-                   // arrival
+    kFp8Forward,    // e4m3; x travels so
+    kFp8Backward,   // e4m3, but for the weights' gradients; x and dy travel in bf16 and are quantised on
+                    // arrival
     kFp8Gradients,  // the same with the weights' gradients in e4m3 too
 };
 
@@ -55,8 +55,8 @@ struct LayerShared {
     int row_scales;  // of either in fp8, as the next two
     int column_scales;
     int store_scales;
-    int factors;      // of gradients in e4m3: reciprocal scale factors of 256 columns
-    int amax;         // twice what each warp's part of 128 x 128 elements has
+    int factors;  // of gradients in e4m3: reciprocal scale factors of 256 columns
+    int amax;     // twice what each warp's part of 128 x 128 elements has
     int pull_scales;
     int pull_codes;  // of the backward in fp8: those of one piece, of each warp that pulls
     int pieces;

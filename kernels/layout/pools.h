@@ -20,10 +20,10 @@ inline constexpr int kCounterLine = 32;
 //   gate_up_done   [row blocks]: warps that stored their part of h; in the backward of dz and h
 //   down_done      [row blocks]: warps that stored their part of the outputs; in the backward of dx
 enum CounterTicket {
-    kTileTicket,      // next tile after each cluster's first
-    kPushTicket,      // next entry of push_list
-    kHomeTicket,      // next own token to sum
-    kGradientTicket,  // next tile of a weight's gradient
+    kTileTicket,       // next tile after each cluster's first
+    kPushTicket,       // next entry of push_list
+    kHomeTicket,       // next own token to sum
+    kGradientTicket,   // next tile of a weight's gradient
     kTransposeTicket,  // next tile that transposes x or dy
     kCounterTickets
 };

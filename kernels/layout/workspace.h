@@ -20,8 +20,8 @@ struct WorkspaceShape {
     std::int64_t intermediate;  // 0: tables alone, no pools
     bool backward;              // with what the backward needs besides
     bool canaries;
-    bool quantise = false;           // x and h are e4m3 in the forward
-    bool quantise_backward = false;  // x, dy and dz are e4m3 in the backward too
+    bool quantise = false;            // x and h are e4m3 in the forward
+    bool quantise_backward = false;   // x, dy and dz are e4m3 in the backward too
     bool quantise_gradients = false;  // and what the weights' gradients are made of
 
     // Of an element of x and h, where the backward needs no bf16.
@@ -171,8 +171,7 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     const std::int64_t transposed = s.has_transposed() ? rows : 0;
     builder.add("x_t_pool", transposed * s.hidden);
     builder.add("dy_t_pool", transposed * s.hidden);
-    builder.add("dw_sf_pool",
-                pooled ? transposed / kTransposedEdge * s.gradient_scales().length() * 4 : 0);
+    builder.add("dw_sf_pool", pooled ? transposed / kTransposedEdge * s.gradient_scales().length() * 4 : 0);
     return builder.finish();
 }
 

@@ -67,7 +67,8 @@ __device__ __forceinline__ float largest_of_words(const std::uint32_t (&words)[3
     return __uint_as_float(ptx::largest(max(amax << 16, amax & 0xFFFF0000u)));
 }
 
-// Codes to 2 KB of shared memory. A word is two columns of both rows, two 16-bit elements that stmatrix turns.
+// Codes to 2 KB of shared memory. A word is two columns of both rows, two 16-bit elements that stmatrix
+// turns.
 //   Factors: float2 operator()(int i), what the thread's two columns are to be multiplied by
 template <class Values, class Factors>
 __device__ __forceinline__ void stage_slab(const Values& v, const Factors& factors, std::uint32_t buffer,

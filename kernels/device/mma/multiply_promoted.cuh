@@ -57,8 +57,9 @@ __device__ __forceinline__ void promote_pass(float* sums, float (&partial)[32], 
 
 // sums += the scaled products of `Blocks` k-blocks with `Columns` x 2 columns. After the last nothing is
 // under way: ptxas does not follow a pass around a loop, and would serialise all of them (C7514).
-//   Source: Stored, how the operands lie; StageOperands open(), once the next stage is full; BlockScales scales(), of the stage opened
-//   last; void close(int open), the oldest of the open stages may be overwritten
+//   Source: Stored, how the operands lie; StageOperands open(), once the next stage is full; BlockScales
+//   scales(), of the stage opened last; void close(int open), the oldest of the open stages may be
+//   overwritten
 template <int Blocks, int Columns, class Source>
 __device__ __forceinline__ void multiply_blocks(float (&sums)[Columns], PartialSums& partial,
                                                 std::uint32_t zero, Source& source) {

@@ -41,7 +41,9 @@ struct SwizzledRows {
     static __device__ __forceinline__ uint32_t low(uint32_t shared) {
         return descriptor_low<Major::kK>(shared);
     }
-    static __device__ __forceinline__ uint32_t columns(int pass) { return pass * static_cast<uint32_t>(kStepOf64Rows); }
+    static __device__ __forceinline__ uint32_t columns(int pass) {
+        return pass * static_cast<uint32_t>(kStepOf64Rows);
+    }
 };
 // Blocks of slabs (layout/gradient_operands.h), without a swizzle: the high word has the distance of eight
 // rows or columns, the low one that of 16 of the contraction.

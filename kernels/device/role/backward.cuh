@@ -44,8 +44,8 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
     const auto cta = static_cast<int>(ptx::cluster_rank());
     const std::uint64_t epoch = *shared.epoch();
     copy_first_rows<C>(p, epoch);
-    zero_padding(p, 0, warp * static_cast<int>(ptx::num_ctas()) + static_cast<int>(ptx::cta_id()),
-                 C::kThreads / 32 * static_cast<int>(ptx::num_ctas()));
+    zero_padding<C>(p, 0, warp * static_cast<int>(ptx::num_ctas()) + static_cast<int>(ptx::cta_id()),
+                    C::kThreads / 32 * static_cast<int>(ptx::num_ctas()));
     routing.end(TraceKind::kFirstRows, 0, 0, 0);
     if (warp < 4) {
         ptx::shrink_registers<C::kCommRegisters>();
@@ -57,7 +57,7 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
             Tracer<C::kTrace> tracer(p.trace, warp == 2 ? TraceRole::kPull : TraceRole::kPush, first_lane);
             if (warp == 3 && ptx::cta_id() == 0) announce_empty_chunks<C>(p, epoch);
             if (warp - 2 < C::kPullers)
-                pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation{p, epoch}, warp - 2);
+                pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation<C>{p, epoch}, warp - 2);
             Combiner<C, DtopkBeside>(p, epoch, {p}).run(tracer);
             if (warp == 3 && ptx::cta_id() == 0) await_all_ranks(p, epoch);
         }

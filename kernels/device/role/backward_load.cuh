@@ -250,11 +250,11 @@ class BackwardLoader {
         const bool gate_up = t.kind == kGateUpGradient;
         const int a_columns = gate_up ? 2 * p.intermediate : p.hidden;
         const int b_columns = gate_up ? p.hidden : p.intermediate;
-        const std::byte* a = (gate_up ? p.dz_pool : p.dy_transposed) +
-                             layout::transposed_block(t.pool_row, t.row, a_columns);
+        const std::byte* a =
+            (gate_up ? p.dz_pool : p.dy_transposed) + layout::transposed_block(t.pool_row, t.row, a_columns);
         const int b_column = t.column + cta_ * layout::kTransposedEdge;
-        const std::byte* b = (gate_up ? p.x_transposed : p.h_pool) +
-                             layout::transposed_block(t.pool_row, b_column, b_columns);
+        const std::byte* b =
+            (gate_up ? p.x_transposed : p.h_pool) + layout::transposed_block(t.pool_row, b_column, b_columns);
         const layout::GradientScales at{p.hidden, p.intermediate};
         const float* scales =
             p.gradient_scales + std::int64_t{t.pool_row / layout::kTransposedEdge} * at.length();
@@ -263,8 +263,8 @@ class BackwardLoader {
                              layout::GradientScales::of_block(t.column / layout::kTransposedEdge);
         // The last columns of w_down may be half a tile.
         const int halves = t.column + layout::kTransposedEdge < b_columns ? 2 : 1;
-        const int bytes = (1 + halves) * layout::kTransposedBytes + layout::kRowScaleBytes +
-                          layout::kColumnScaleBytes;
+        const int bytes =
+            (1 + halves) * layout::kTransposedBytes + layout::kRowScaleBytes + layout::kColumnScaleBytes;
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
             const std::uint32_t full = open_stage(t.rows > 0 ? bytes : 0);
             ptx::mbarrier_arrive(full);

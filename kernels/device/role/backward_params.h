@@ -52,7 +52,7 @@ struct BackwardParams : LayerParams {
     // With weights' gradients in e4m3; dz and h are in their pools. See layout/gradient_operands.h.
     std::byte* x_transposed;
     std::byte* dy_transposed;
-    float* gradient_scales;  // of each 128 rows
+    float* gradient_scales;   // of each 128 rows
     std::int64_t transposed;  // first word of its counters
     layout::TransposeTiles transposes;
     GradientTarget dw_gate_up;

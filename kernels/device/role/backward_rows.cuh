@@ -7,16 +7,21 @@
 #include "device/role/backward_params.h"
 #include "device/role/layer_combine.cuh"
 #include "device/role/layer_rows.cuh"
+#include "layout/scale_runs.h"
 
 // What the communication warps of the backward do beside moving rows.
 namespace mega_moe::device {
 
 // One of `num_warps` warps: zeros in the rows of x and dy between an expert's last and the end of its row
-// block, which sums over rows read: a NaN there would outlive the zeros of dz.
+// block, which sums over rows read: a NaN there would outlive the zeros of dz. Where those sums read e4m3, it
+// is the codes of x and dy that are zeroed, so that what dz and h are made of is zero there.
+template <class C>
 __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk, int warp, int num_warps) {
     const RouteParams& r = p.route;
     const int row_of_slot = view_chunk(p, chunk).row_of_slot;
-    const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
+    const std::int64_t row_bytes = std::int64_t{p.hidden} * (C::kQuantisesGradients ? 1 : 2);
+    std::byte* const x = C::kQuantisesGradients ? p.codes[0].codes : p.moved[0].pool;
+    std::byte* const dy = C::kQuantisesGradients ? p.codes[1].codes : p.moved[1].pool;
     for (int i = warp; i < r.num_local * layout::kRowBlock; i += num_warps) {
         const std::int64_t unit = std::int64_t{chunk} * r.num_local + i / layout::kRowBlock;
         const int rows = table_word(r.expert_rows, unit);
@@ -25,8 +30,16 @@ __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk,
         const int slot = table_word(r.expert_slots, unit) + row;
         const std::int64_t at = (std::int64_t{slot} + row_of_slot) * row_bytes;
         for (std::int64_t byte = std::int64_t{ptx::lane_id()} * 16; byte < row_bytes; byte += 512) {
-            ptx::store(p.moved[0].pool + at + byte, {0, 0, 0, 0});
-            ptx::store(p.moved[1].pool + at + byte, {0, 0, 0, 0});
+            ptx::store(x + at + byte, {0, 0, 0, 0});
+            ptx::store(dy + at + byte, {0, 0, 0, 0});
+        }
+        if constexpr (C::kQuantisesGradients) {
+            const int groups = p.hidden / layout::kQuantGroup;
+            for (int group = static_cast<int>(ptx::lane_id()); group < groups; group += 32) {
+                const std::int64_t to = layout::scale_at(std::int64_t{slot} + row_of_slot, group, groups);
+                ptx::store(p.codes[0].scales + to, 1.0f);
+                ptx::store(p.codes[1].scales + to, 1.0f);
+            }
         }
         ptx::fence_proxy_async_global();
         __syncwarp();
@@ -36,6 +49,7 @@ __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk,
 
 // One warp of each CTA, before it pulls the rows of a chunk: until the gradients have read what lies where
 // they go.
+template <class C>
 struct ChunkPreparation {
     const BackwardParams& p;
     std::uint64_t epoch;
@@ -44,7 +58,7 @@ struct ChunkPreparation {
         // All warps have done it for the first.
         if (chunk == 0) return;
         if (chunk >= 2) await_gradients(chunk - 2, lost);
-        zero_padding(p, chunk, static_cast<int>(ptx::cta_id()), static_cast<int>(ptx::num_ctas()));
+        zero_padding<C>(p, chunk, static_cast<int>(ptx::cta_id()), static_cast<int>(ptx::num_ctas()));
     }
 
   private:

@@ -4,10 +4,9 @@
 
 #include "device/comm/wait.cuh"
 #include "device/pipe/trace.cuh"
-#include "device/role/backward_params.h"
+#include "device/role/backward_tile.cuh"
 #include "device/role/cluster_mail.cuh"
-#include "device/role/layer_shared.cuh"
-#include "device/role/unit_rows.cuh"
+#include "device/role/transpose_tiles.cuh"
 #include "layout/saved_gate_up.h"
 #include "layout/tiles.h"
 #include "layout/workspace.h"
@@ -18,80 +17,6 @@
 // it is taken. A held ticket waits for communication, lower tickets of its own kind and, if it is a
 // gradient's, for tiles of the first kind: the lowest that is not done can always go on.
 namespace mega_moe::device {
-
-// The scheduler decides as late as it can, since a gradient's tile takes long: it is one tile ahead.
-template <int Stages, bool Trace, bool Saves>
-using BackwardConfig = LayerConfig<Stages, Trace, Saves, 1, 2, 136, 184>;
-
-// A thread of its math warps holds 128 sums and 64 partial sums, and reads what else it needs of a tile from
-// the record, which it therefore keeps while the scheduler writes the next.
-template <int Stages, bool Trace>
-using QuantisedBackwardConfig =
-    LayerConfig<Stages, Trace, false, 2, 2, 88, 208, layout::LayerForm::kFp8Backward>;
-
-// With the weights' gradients in e4m3 too.
-template <int Stages, bool Trace>
-using QuantisedGradientsConfig =
-    LayerConfig<Stages, Trace, false, 2, 2, 88, 208, layout::LayerForm::kFp8Gradients>;
-
-enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient, kTransposeTile };
-
-enum TileFlag {
-    kToPartials = 1,    // the sum goes on in a later part
-    kFromPartials = 2,  // an earlier part has begun it
-    kAllNan = 4,        // the call had a bad id
-    kCountChunk = 8,
-    kCountTurn = 16,
-    kSaved = 32,  // of dz: gate and up are there
-};
-
-// What the scheduler tells the other warps of its CTA of a tile.
-struct BackwardTile {
-    std::int32_t kind;
-    std::int32_t k_blocks;      // dz: of each of its two products
-    std::int32_t pool_row;      // first row in the pools
-    std::int32_t slot;          // the same as a slot
-    std::int32_t rows;          // valid rows; 0: nothing is stored
-    std::int32_t weight_row;    // dz: of the gate columns, in w_gate_up; dx: of the contraction
-    std::int32_t weight_row_2;  // dz: of the up columns; dx: nothing
-    std::int32_t down_row;      // dz: of the contraction, in w_down
-    std::int32_t column;        // first column of what is stored
-    std::int32_t tail;          // the cluster shares the rows, not the weights
-    std::int32_t chunk;
-    std::int32_t expert;
-    std::int32_t row;      // gradients: of the expert's dW; of a tile that transposes: 1 for dy
-    std::int32_t partial;  // gradients: which of the sums between parts
-    std::int32_t turn;     // gradients: word among the turns
-    std::int32_t flags;    // TileFlag, of gradients but for the last
-};
-
-// How a trace numbers the tiles: block of rows in the low 16 bits, of 128 columns in the next 8. A gradient's
-// rows are those of the weight.
-__device__ __forceinline__ int trace_index(const BackwardTile& t, int first_row) {
-    const bool gradient = t.kind == kGateUpGradient || t.kind == kDownGradient;
-    return (gradient ? t.row / 128 : (t.slot + first_row) / layout::kRowBlock) | t.column / 128 << 16;
-}
-
-// Where the units of the tiles lie.
-struct UnitPlace {
-    int unit = -1;
-    int chunk;
-    int expert;
-    int first_slot;
-    int row_of_slot;  // row in the pools minus slot
-
-    __device__ __forceinline__ void move(const LayerParams& p, int to) {
-        if (to == unit) return;
-        const RouteParams& r = p.route;
-        unit = to;
-        chunk = to / r.num_local;
-        expert = to - chunk * r.num_local;
-        first_slot = table_word(r.expert_slots, to);
-        const std::int32_t* row = r.chunk_table + std::int64_t{chunk} * layout::kChunkWords;
-        row_of_slot = static_cast<int>(layout::chunk_first_row(chunk, p.pool_rows)) -
-                      table_word(row, layout::kChunkFirstSlot);
-    }
-};
 
 // Tiles of dz and dx: a ticket's record, and whether the rows that the cluster's tile reads are there.
 template <class C>
@@ -174,74 +99,6 @@ class RowTiles {
     layout::TileRun run_{};
     UnitPlace place_{};
     int ticket_ = 0;
-};
-
-// Tiles that transpose x and dy, likewise: in the order of the units, without waiting for any other tile.
-template <class C>
-class TransposesOfRank {
-  public:
-    __device__ __forceinline__ TransposesOfRank(const BackwardParams& params, int num_chunks)
-        : p(params),
-          rows_(params.route.expert_rows, num_chunks * params.route.num_local),
-          walk_(num_chunks * params.route.num_local, params.route.num_local, params.transposes.columns(), 0,
-                0) {
-        advance();
-    }
-
-    __device__ __forceinline__ bool find(int ticket) {
-        ticket_ = ticket;
-        while (run_.tiles > 0 && ticket >= run_.first_ticket + run_.tiles)
-            advance();
-        if (run_.tiles == 0) return false;
-        place_.move(p, run_.unit);
-        return true;
-    }
-    __device__ __forceinline__ BackwardTile record(int cta) const {
-        const layout::CtaTile tile = cta_tile(cta);
-        BackwardTile t{};
-        t.kind = kTransposeTile;
-        t.k_blocks = p.transposes.blocks();
-        t.slot = place_.first_slot + tile.first_row;
-        t.pool_row = t.slot + place_.row_of_slot;
-        t.rows = tile.live ? min(run_.rows - tile.first_row, layout::kTileRows) : 0;
-        t.column = p.transposes.first_column(tile.column);
-        t.row = p.transposes.is_dy(tile.column) ? 1 : 0;
-        t.chunk = place_.chunk;
-        t.expert = place_.expert;
-        return t;
-    }
-    // One warp.
-    __device__ __forceinline__ bool ready(std::uint64_t& index, std::uint64_t& seen,
-                                          std::uint64_t& wanted) const {
-        const int row = cta_tile(0).first_row + static_cast<int>(ptx::lane_id()) * layout::kRowBlock;
-        index = static_cast<std::uint64_t>((place_.first_slot + row) / layout::kRowBlock);
-        wanted = layout::kRowBlock;
-        seen = wanted;
-        if (row < min(run_.rows, cta_tile(1).first_row + layout::kTileRows))
-            seen = ptx::load_acquire_gpu(p.counters + p.arrived + index);
-        return !ptx::any(seen < wanted);
-    }
-
-  private:
-    __device__ __forceinline__ void advance() {
-        // The runs that TileWalk has for a second product are empty.
-        do {
-            run_ = walk_.next(rows_);
-        } while (run_.tiles == 0 && run_.rows > 0);
-    }
-    __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
-        return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, p.transposes.columns());
-    }
-
-    const BackwardParams& p;
-    UnitRows rows_;
-    layout::TileWalk walk_;
-    layout::TileRun run_{};
-    UnitPlace place_{};
-    int ticket_ = 0;
-};
-struct NoTransposes {
-    __device__ __forceinline__ NoTransposes(const BackwardParams&, int) {}
 };
 
 // Tiles of the weights' gradients, likewise.
@@ -382,10 +239,9 @@ class BackwardScheduler {
     static constexpr std::uint32_t kNoTicket = 0xFFFFFFFFu;
 
     __device__ __forceinline__ BackwardTile record(std::uint32_t ticket) const {
-        if ((ticket & kGradientBit) != 0) return gradients_.record(cta_);
         if constexpr (C::kQuantisesGradients)
-            if ((ticket & kTransposeBit) != 0) return transposes_.record(cta_);
-        return rows_.record(cta_);
+            if ((ticket & (kGradientBit | kTransposeBit)) == kTransposeBit) return transposes_.record(cta_);
+        return (ticket & kGradientBit) != 0 ? gradients_.record(cta_) : rows_.record(cta_);
     }
 
     __device__ __forceinline__ int draw(layout::CounterTicket which) {
@@ -445,8 +301,8 @@ class BackwardScheduler {
         const std::uint32_t ticket = mail_.receive();
         if (ticket == kNoTicket) return ticket;
         const bool gradient = (ticket & kGradientBit) != 0;
-        const bool transpose = !gradient && (ticket & kTransposeBit) != 0;
-        const auto number = static_cast<int>(ticket & ~(kGradientBit | kTransposeBit));
+        const bool transpose = C::kQuantisesGradients && !gradient && (ticket & kTransposeBit) != 0;
+        const auto number = static_cast<int>(ticket & ~kGradientBit & ~(transpose ? kTransposeBit : 0));
         if (gradient) {
             gradients_.find(number);
         } else if (transpose) {

@@ -77,9 +77,7 @@ class GradientOperands {
     static constexpr int kColumns = layout::kTransposedEdge;
 
     __device__ __forceinline__ std::uint32_t buffer() const { return shared.store_buffer(math_warp_); }
-    __device__ __forceinline__ layout::GradientScales scale_row() const {
-        return {p.hidden, p.intermediate};
-    }
+    __device__ __forceinline__ layout::GradientScales scale_row() const { return {p.hidden, p.intermediate}; }
     __device__ __forceinline__ float* scales() const {
         return p.gradient_scales + std::int64_t{row_block_} * scale_row().length();
     }

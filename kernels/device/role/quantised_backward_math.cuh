@@ -80,8 +80,8 @@ class QuantisedBackwardMath {
         for (int i = 0; i < Columns; ++i)
             sums[i] = 0.0f;
         told_.wait(shared.full(stage_.at), stage_.parity, lane());
-        multiply_quantised<Stored>(sums, shared, stage_, k_blocks, told_, RowScalesOfStage<C>{shared}, math_warp_,
-                           lane());
+        multiply_quantised<Stored>(sums, shared, stage_, k_blocks, told_, RowScalesOfStage<C>{shared},
+                                   math_warp_, lane());
     }
     // A warpgroup without rows passes the stages on.
     __device__ __forceinline__ BackwardTile pass(int products) {
@@ -187,8 +187,8 @@ class QuantisedBackwardMath {
         store_dtopk(t, dw, row, lane);
         if (p.needs_dx) store_codes(dh, du, t, row);
     }
-    // Without bf16: codes of 128 rows for the gradients, and of each row for dx. Rows beyond the last are zeros
-    // of x and dy, of which nothing else can become.
+    // Without bf16: codes of 128 rows for the gradients, and of each row for dx. Rows beyond the last are
+    // zeros of x and dy, of which nothing else can become.
     __device__ __forceinline__ void store_quantised_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
                                                        const std::uint32_t (&up)[32], float (&dh)[64]) {
         const int lane = static_cast<int>(ptx::lane_id_anew());
@@ -206,8 +206,8 @@ class QuantisedBackwardMath {
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
             if (p.clamp < INFINITY)
-                swiglu_backward_wide<true>(gate + 16 * block, up + 16 * block, h + 16 * block, dh + 32 * block,
-                                           du + 32 * block, weight, kAll, p.clamp, dw);
+                swiglu_backward_wide<true>(gate + 16 * block, up + 16 * block, h + 16 * block,
+                                           dh + 32 * block, du + 32 * block, weight, kAll, p.clamp, dw);
             else
                 swiglu_backward_wide<false>(gate + 16 * block, up + 16 * block, h + 16 * block,
                                             dh + 32 * block, du + 32 * block, weight, kAll, p.clamp, dw);

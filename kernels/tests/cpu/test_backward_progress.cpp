@@ -26,7 +26,7 @@ struct Settings {
     int fault = 0;  // planted: 1 parts without turns, 2 pulls that wait for sums alone, 3 gradients that wait
                     // once taken, 4 helpers that pull all chunks, 5 gradients that do not wait for
                     // transposed rows
-    int helpers = 0;  // pull of the first chunk, and push only then
+    int helpers = 0;     // pull of the first chunk, and push only then
     int transposes = 0;  // columns of the tiles that transpose rows, which gradients then wait for
 };
 
@@ -298,7 +298,7 @@ class Rank {
     std::vector<int> first_block_;  // by unit
     std::vector<int> block_unit_;
     std::vector<int> arrived_, dz_, dx_, transposed_, pushed_;  // by block
-    std::vector<int> blocks_, sent_;               // by chunk
+    std::vector<int> blocks_, sent_;                            // by chunk
     std::vector<int> gradients_, gradients_wanted_;
     std::vector<int> left_;  // tiles of dz and dx and that transpose, by unit
     std::vector<int> turns_;
@@ -324,7 +324,14 @@ void test_planted_faults() {
     for (int fault = 0; fault <= 5; ++fault) {
         int found = 0;
         for (unsigned seed = 0; seed < 40; ++seed) {
-            const Settings s{true, true, 2, 2, 2, seed, fault, fault == 0 || fault == 4 ? 2 : 0,
+            const Settings s{true,
+                             true,
+                             2,
+                             2,
+                             2,
+                             seed,
+                             fault,
+                             fault == 0 || fault == 4 ? 2 : 0,
                              fault == 0 || fault == 5 ? 2 : 0};
             found += Rank(p, s).run().empty() ? 0 : 1;
         }

@@ -91,9 +91,9 @@ void test_tiles() {
                         }
                     }
                 const int blocks = (rows + kEdge - 1) / kEdge * (hidden / kEdge);
-                const std::size_t want =
-                    static_cast<std::size_t>(blocks * (int{t.x} + int{t.dy}));
-                CHECK(seen.size() == want, "%zu blocks of %d x %d, want %zu", seen.size(), rows, hidden, want);
+                const std::size_t want = static_cast<std::size_t>(blocks * (int{t.x} + int{t.dy}));
+                CHECK(seen.size() == want, "%zu blocks of %d x %d, want %zu", seen.size(), rows, hidden,
+                      want);
                 for (const auto& [row, dy, column] : seen)
                     CHECK(dy ? t.dy : t.x, "what nobody wants is transposed");
             }
@@ -115,8 +115,9 @@ void test_pools() {
               "counters");
         const std::int64_t rows = w.pools() * w.pool_rows;
         const auto bytes = [&](layout::WorkspacePart part) { return codes.parts[part].bytes; };
-        CHECK(bytes(layout::kXTransposedPool) == rows * 1024 && bytes(layout::kDyTransposedPool) == rows * 1024,
-              "codes of x and dy");
+        CHECK(
+            bytes(layout::kXTransposedPool) == rows * 1024 && bytes(layout::kDyTransposedPool) == rows * 1024,
+            "codes of x and dy");
         CHECK(bytes(layout::kDzPool) == rows * 2 * 768, "codes of dz");
         // The forward keeps h there in its own dtype.
         CHECK(bytes(layout::kHPool) == rows * 768 * (quantise ? 1 : 2), "codes of h");

@@ -167,8 +167,10 @@ void test_gradient_scale() {
         const float amax = from_bf16(amax_bits);
         const float scale = mega_moe::device::make_gradient_scale(amax);
         const float plain = amax / 448.0f;
-        CHECK(scale == (plain == 0.0f ? 1.0f : plain < 0x1p-126f ? 0x1p-126f : plain), "scale of %a is %a",
-              amax, scale);
+        CHECK(scale == (plain == 0.0f       ? 1.0f
+                        : plain < 0x1p-126f ? 0x1p-126f
+                                            : plain),
+              "scale of %a is %a", amax, scale);
         CHECK(std::isfinite(1.0f / scale) && amax * (1.0f / scale) <= 448.0f * (1.0f + 0x1p-22f),
               "amax %a becomes %a", amax, amax * (1.0f / scale));
     }

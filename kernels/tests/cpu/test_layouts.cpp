@@ -174,8 +174,8 @@ void test_scale_runs() {
 // on 16.
 void test_shared() {
     using layout::LayerForm;
-    for (const LayerForm form : {LayerForm::kBf16, LayerForm::kFp8Forward, LayerForm::kFp8Backward,
-                                 LayerForm::kFp8Gradients}) {
+    for (const LayerForm form :
+         {LayerForm::kBf16, LayerForm::kFp8Forward, LayerForm::kFp8Backward, LayerForm::kFp8Gradients}) {
         const layout::LayerShared s = layout::make_layer_shared(4, form);
         CHECK(s.store % 1024 == 0, "store buffers at %d", s.store);
         CHECK(s.pull % 16 == 0 && s.pull_bytes % 16 == 0, "pull buffers at %d", s.pull);
@@ -184,8 +184,8 @@ void test_shared() {
         const int scales = s.ring - s.pull - s.pullers * s.pull_buffers * s.pull_bytes;
         CHECK(form != LayerForm::kBf16 || scales == 0, "%d bytes of scale factors in bf16", scales);
         CHECK(s.row_scales % 16 == 0 && s.column_scales % 16 == 0 && s.store_scales % 16 == 0 &&
-                  s.factors % 8 == 0 && s.amax % 4 == 0 &&
-                  s.pull_codes % 16 == 0 && s.pull_bytes / 2 % 16 == 0,
+                  s.factors % 8 == 0 && s.amax % 4 == 0 && s.pull_codes % 16 == 0 &&
+                  s.pull_bytes / 2 % 16 == 0,
               "scale factors at %d", s.row_scales);
     }
     const layout::LayerShared s = layout::make_layer_shared(4, LayerForm::kFp8Forward);

@@ -82,7 +82,7 @@ class KernelBackward:
             )
         else:
             gate_up, down = copies
-            op, form = "moe_backward_fp8", (shape.quantise,)
+            op, form = "moe_backward_fp8", (shape.quantise, shape.quantise_gradients)
             weights = (gate_up.codes, gate_up.transposed, gate_up.scales, down.transposed, down.scales)
         kernels.call(
             lambda: getattr(library.require(), op)(

@@ -37,6 +37,7 @@ class Shape:
     canaries: bool = False
     backward: bool = False  # with what the fused backward needs besides
     quantise_backward: bool = False  # and what that needs in fp8
+    quantise_gradients: bool = False  # with the weights' gradients in fp8 too
 
     @property
     def num_local_experts(self) -> int:
@@ -44,8 +45,9 @@ class Shape:
 
     @property
     def backward_form(self) -> int:
-        """As the operators take it: 0 without a backward, 1 with one in bf16, 2 in fp8."""
-        return int(self.backward) + int(self.backward and self.quantise_backward)
+        """As the operators take it: 0 without a backward, 1 with one in bf16, 2 in fp8, 3 with dW in fp8 too."""
+        forms = self.backward, self.quantise_backward, self.quantise_gradients
+        return forms.index(False) if False in forms else len(forms)
 
     def chunk_limits(self) -> tuple[int, int]:
         """Rows of a chunk at most, and rows that are one chunk in any case: ``plain_tables`` takes both.

@@ -351,6 +351,7 @@ class FakeKernels:
         pool_rows: int,
         canaries: bool,
         quantise: bool,
+        quantise_gradients: bool,
         rank: int,
         num_sms: int,
         arrival_ns: int,
@@ -362,6 +363,7 @@ class FakeKernels:
         trace_bytes: int,
     ) -> None:
         assert len(buffers) == 1
+        assert not quantise_gradients
         results = (dx, dtopk, dw_gate_up, dw_down)
         needs = tuple(t.dim() > 1 for t in results)
         copies = (w_gate_up, w_gate_up_t, gate_up_sf, w_down_t, down_sf)

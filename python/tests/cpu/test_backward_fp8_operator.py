@@ -51,6 +51,7 @@ def call(ops: Any, **changes: Any) -> None:
         pool_rows=0,
         canaries=False,
         quantise=False,
+        quantise_gradients=False,
         rank=0,
         num_sms=0,
         arrival_ns=1,
