@@ -46,11 +46,13 @@ __device__ __forceinline__ void store_column_maxima(const Values& v, std::uint32
 #pragma unroll
     for (int i = 0; i < 16; ++i)
         m[i] = pass_on((lane & 16) != 0, of_column(i), of_column(i + 16), 16);
+    // Loops of their own: one with a bound that halves is not unrolled, and `m` then lies in memory.
 #pragma unroll
-    for (int half = 8; half >= 4; half /= 2)
+    for (int i = 0; i < 8; ++i)
+        m[i] = pass_on((lane & 8) != 0, m[i], m[i + 8], 8);
 #pragma unroll
-        for (int i = 0; i < half; ++i)
-            m[i] = pass_on((lane & half) != 0, m[i], m[i + half], half);
+    for (int i = 0; i < 4; ++i)
+        m[i] = pass_on((lane & 4) != 0, m[i], m[i + 4], 4);
     const std::uint32_t at = to + (lane / 4 * 16 + lane % 4 * 2) * 4;
     ptx::store_shared(at, float2{m[0], m[1]});
     ptx::store_shared(at + 32, float2{m[2], m[3]});
