@@ -1,6 +1,7 @@
 """How gradients of the backward in fp8 are judged: against fp64, and against an emulation that quantises where it does.
 
-The weights' gradients are products of bf16 rows, but these come of gate, up and dh, which are made in e4m3.
+The weights' gradients are products of bf16 rows, but these come of gate, up and dh, which are made in e4m3. A form of
+the kernel makes them of e4m3 too.
 """
 
 from __future__ import annotations
@@ -58,16 +59,22 @@ def with_exact_gate_and_up(layer: Layer) -> Layer:
     return exact
 
 
-def emulated_gradients(layer: Layer, dy: Sequence[Tensor]) -> EmulatedGradients:
+def emulated_gradients(layer: Layer, dy: Sequence[Tensor], dw_precision: str = "bf16") -> EmulatedGradients:
     one = layer.as_one_rank()
     x, ids, weights, all_dy = one.x[0], one.ids[0], one.weights[0], torch.cat(list(dy))
     token, slot = (ids >= 0).nonzero().unbind(1)
+    # By token, source rank and slot: with dW in fp8 it shows which rows share their scales.
+    places = [
+        torch.arange(len(own), device=ids.device) * layer.num_ranks + rank for rank, own in enumerate(layer.x)
+    ]
+    order = torch.sort(torch.cat(places)[token], stable=True).indices
+    token, slot = token[order], slot[order]
     expert = ids[token, slot]
     order = torch.sort(expert, stable=True).indices
     token, slot = token[order], slot[order]
     counts = expert.bincount(minlength=layer.num_experts).tolist()
     clamp = None if layer.clamp is None or math.isinf(layer.clamp) else layer.clamp
-    got = ReferenceArithmetic("fp8").backward(
+    got = ReferenceArithmetic("fp8", dw_precision).backward(
         x[token],
         all_dy[token],
         weights[token, slot],
@@ -152,10 +159,10 @@ def _compared(value: Tensor, like: Tensor, exact: Tensor, rows: int) -> str | No
 class Judge:
     """A layer and the gradients of its results with what they are measured by."""
 
-    def __init__(self, layer: Layer, dy: Sequence[Tensor]) -> None:
+    def __init__(self, layer: Layer, dy: Sequence[Tensor], dw_precision: str = "bf16") -> None:
         self._layer = layer
         self._exact = exact_gradients(layer, dy)
-        self._emulation = emulated_gradients(layer, dy)
+        self._emulation = emulated_gradients(layer, dy, dw_precision)
 
     def assert_right(self, got: Sequence[Gradients]) -> None:
         where = difference(self._layer, got, self._exact, self._emulation)

@@ -113,11 +113,13 @@ def new_backward_ranks(
     num_sms: int | None = None,
     limit: float = 5.0,
     precision: str = "bf16",
+    dw_precision: str = "bf16",
 ) -> BackwardRanks:
     """Ranks on a buffer that just holds ``layer`` in both directions."""
     shape = dataclasses.replace(
         shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantise=precision == "fp8"),
         backward=True,
         quantise_backward=precision != "bf16",
+        quantise_gradients=dw_precision != "bf16",
     )
     return BackwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)
