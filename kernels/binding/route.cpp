@@ -25,7 +25,7 @@ std::string names(const LayoutTable& table) {
     return text;
 }
 
-constexpr RouteShape kAnyShape{128, 1, 1, 8, 0, 1, 256, false, false, false, false, false};
+constexpr RouteShape kAnyShape{128, 1, 1, 8, 0, 1, 256, false, false, false, false, false, false};
 
 }  // namespace
 

@@ -339,7 +339,7 @@ enum class Pool { kSmallest, kJoining, kLargest };
 
 RouteShape make_shape(std::int64_t max_tokens, std::int64_t top_k, std::int64_t experts, std::int64_t ranks,
                       Pool pool) {
-    RouteShape s{max_tokens, top_k, experts, 128, 0, ranks, 0, false, false, true, false, false};
+    RouteShape s{max_tokens, top_k, experts, 128, 0, ranks, 0, false, false, true, false, false, false};
     const std::int64_t smallest = mega_moe::smallest_pool_rows(s);
     const std::int64_t largest = mega_moe::largest_pool_rows(s);
     s.pool_rows = pool == Pool::kSmallest  ? smallest
