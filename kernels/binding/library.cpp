@@ -76,8 +76,8 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "accumulate, "
         "int delay_seed, int trace, int trace_bytes) -> ()");
     // The same with gate and up, the gradient of h and dx in e4m3: of w_gate_up both copies, of w_down the
-    // transposed one, and their scale factors. Weight gradients are of bf16 all the same. quantise: of the
-    // forward, by which the shape of the buffer differs.
+    // transposed one, and their scale factors. Weight gradients are of bf16 all the same, unless
+    // quantise_gradients. quantise: of the forward, by which the shape of the buffer differs.
     m.def(
         "moe_backward_fp8(Tensor x, Tensor dy, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, "
         "Tensor "

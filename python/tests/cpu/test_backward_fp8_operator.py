@@ -90,9 +90,9 @@ def test_operator_names_what_is_wrong(ops: Any, changes: dict[str, Any], message
         call(ops, **changes)
 
 
-@pytest.mark.parametrize("form", [-1, 3])
+@pytest.mark.parametrize("form", [-1, 4])
 def test_layouts_know_three_forms_of_backward(ops: Any, form: int) -> None:
-    with pytest.raises(RuntimeError, match=f"backward is {form}, must be 0 to 2"):
+    with pytest.raises(RuntimeError, match=f"backward is {form}, must be 0 to 3"):
         ops.workspace_layout(16, 2, 8, 512, 128, 1, 0, False, True, False, form)
 
 
@@ -113,4 +113,13 @@ def test_the_backward_in_fp8_adds_codes_and_their_scale_factors() -> None:
         "dz_e4m3_pool": rows * 768,
         "dy_sf_pool": rows * 8 * 4,
         "dz_sf_pool": rows * 6 * 4,
+    }
+    codes = parts(quantise_backward=True, quantise_gradients=True)
+    changed = {name: size for name, (_, size) in codes.items() if size != wide[name][1]}
+    assert changed == {
+        "counters": changed["counters"],
+        "dz_pool": rows * 768,
+        "x_t_pool": rows * 1024,
+        "dy_t_pool": rows * 1024,
+        "dw_sf_pool": rows // 128 * (768 + 1024 + 4 * 4 + 2 * 4) * 4,
     }
