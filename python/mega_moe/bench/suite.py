@@ -26,10 +26,11 @@ PARTS = ("ceilings", "stage", "layer")
 
 @dataclass(frozen=True)
 class Case:
-    """One precision and the backends that are measured in it; None takes every one."""
+    """One precision and the backends measured in it; None takes every one. ``tokens``: instead of the run's."""
 
     precision: str
     backends: tuple[str, ...] | None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,13 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
                     keep(stage_row)
     if "layer" in options.parts:
         for shape in options.shapes:
-            problem = random_problem(shape, options.tokens or shape.default_tokens, options.dtype, context)
+            plain = options.tokens or shape.default_tokens
+            problem = None
             for case in options.cases:
+                tokens = case.tokens or plain
+                if problem is None or problem.tokens != tokens:
+                    problem = None  # frees the one before
+                    problem = random_problem(shape, tokens, options.dtype, context)
                 layer = LayerOptions(
                     case.precision,
                     case.backends,
