@@ -38,8 +38,8 @@ def start(ranks: ForwardRanks, rank: int, layer: Layer) -> Tensor:
 
 
 def settle() -> None:
-    """Launches that were started are on the device. The routing kernel takes SMs one by one: where it came first, two of a
-    cluster might no longer be found for all of a forward, until one of the two gives up."""
+    """Launches that were started are on the device. The routing kernel takes SMs one by one: where it came first, two
+    of a cluster might no longer be found for all of a forward, until one of the two gives up."""
     time.sleep(0.1)
 
 
