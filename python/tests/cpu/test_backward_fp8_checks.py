@@ -138,3 +138,41 @@ def test_a_fault_is_refused(
     fault(layer, dy, got)
     with pytest.raises(AssertionError, match="rank"):
         judge.assert_right(got)
+
+
+@pytest.mark.parametrize("clamp", [0.5, 2.0])
+@pytest.mark.parametrize("taken", ["none", "a little less", "a little more", "the same"])
+def test_a_clamp_that_is_not_the_layers_is_refused(clamp: float, taken: str) -> None:
+    """Next to it no gate and no up lies, but many right at it, so the least step turns what passes."""
+    ids = random_ids("masked", [300, 250], 3, EXPERTS, CPU)
+    random = _forward.random_layer(ids, _forward.random_experts(CPU, EXPERTS, 512, 256), weights="signed")
+    layer = replace(_backward_fp8.with_exact_gate_and_up(random), clamp=clamp)
+    dy = random_dy(layer)
+    other = {
+        "none": None,
+        "a little less": clamp - 1 / 16,
+        "a little more": clamp + 1 / 16,
+        "the same": clamp,
+    }
+    got = emulated(replace(layer, clamp=other[taken]), dy)
+    judge = _backward_fp8.Judge(layer, dy)
+    if taken == "the same":
+        judge.assert_right(got)
+        return
+    with pytest.raises(AssertionError, match="rank"):
+        judge.assert_right(got)
+    with pytest.raises(AssertionError, match="dw_gate_up"):
+        judge.assert_right([own._replace(dx=None, dtopk=None, dw_down=None) for own in got])
+
+
+def test_gate_and_up_are_exact_where_they_are_said_to_be() -> None:
+    """Sums of codes within 14 bits, whatever their order, and sixteenths that bf16 holds."""
+    ids = random_ids("random", [64], 2, EXPERTS, CPU)
+    random = _forward.random_layer(ids, _forward.random_experts(CPU, EXPERTS, 512, 256))
+    layer = _backward_fp8.with_exact_gate_and_up(random)
+    sixteenths = layer.x[0].double() @ layer.gate_up.double().flatten(0, 1).T * 16
+    assert bool((sixteenths == sixteenths.round()).all())
+    assert int(sixteenths.abs().max()) <= 256
+    at_clamp = (sixteenths.abs() == 8).double().mean()
+    assert 0.01 < float(at_clamp) < 0.2
+    assert 128 * (448 * 448 >> 12) < 2**14
