@@ -26,11 +26,15 @@ PARTS = ("ceilings", "stage", "layer")
 
 @dataclass(frozen=True)
 class Case:
-    """One precision and the backends measured in it; None takes every one. ``tokens``: instead of the run's."""
+    """One precision and the backends measured in it; None takes every one. ``tokens``: instead of the run's.
+
+    ``reuse_weight_copies``: as the run's, where that says no.
+    """
 
     precision: str
     backends: tuple[str, ...] | None
     tokens: int | None = None
+    reuse_weight_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
                     case.backends,
                     options.directions,
                     options.dw_dtype,
-                    options.reuse_weight_copies,
+                    options.reuse_weight_copies or case.reuse_weight_copies,
                 )
                 for layer_row in measure_layer(
                     problem, layer, options.protocols, timer, context, product_rates=products
