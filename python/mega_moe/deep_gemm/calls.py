@@ -185,7 +185,7 @@ def fp8_mega_moe(
     fast_math: bool = True,
     num_tokens_bound: int | None = None,
 ) -> None:
-    """Refused with the reason: only a fused fp8 kernel can read what the caller has quantised."""
+    """Refused with the reason: no backend reads an x that the caller has quantised."""
     _no_fp8(sym_buffer, "fp8_mega_moe")
 
 
@@ -221,7 +221,7 @@ def _no_fp8(sym_buffer: SymmBuffer, name: str) -> None:
         if sym_buffer.mma_type != "fp8xfp8":
             raise
         reasons = "; ".join(sym_buffer.moe.explanation.verdict("fused").reasons)
-        raise BackendRefusedError(f"{error}; fused: {reasons}") from None
+        raise BackendRefusedError(f"{error}{f'; fused: {reasons}' if reasons else ''}") from None
 
 
 def _checked(sym_buffer: SymmBuffer, check: Callable[[], None]) -> None:

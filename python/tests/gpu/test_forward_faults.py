@@ -37,6 +37,12 @@ def start(ranks: ForwardRanks, rank: int, layer: Layer) -> Tensor:
         return ranks.start(rank, layer)[0]
 
 
+def settle() -> None:
+    """Launches that were started are on the device. The routing kernel takes SMs one by one: where it came first, two
+    of a cluster might no longer be found for all of a forward, until one of the two gives up."""
+    time.sleep(0.1)
+
+
 def all_nan(y: Tensor) -> bool:
     torch.cuda.synchronize()
     return bool(y.isnan().all())
@@ -94,6 +100,7 @@ def test_smoke_refused_call(cuda_device: torch.device, num_ranks: int, told: int
     ranks.have_room(layer)
     for refuses in (0, num_ranks - 1):
         y = {rank: start(ranks, rank, layer) for rank in range(num_ranks) if rank != refuses}
+        settle()
         with ranks.on(refuses):
             ranks.kernels[refuses].refuse(told)
         torch.cuda.synchronize()
@@ -142,6 +149,7 @@ def test_rank_that_only_routes(cuda_device: torch.device, num_ranks: int) -> Non
     torch.cuda.synchronize()
     began = time.monotonic()
     y = [start(ranks, rank, layer) for rank in range(num_ranks - 1)]
+    settle()
     with ranks.on(num_ranks - 1):
         ranks.routers[-1].route(layer.ids[-1], layer.weights[-1])
     torch.cuda.synchronize()
