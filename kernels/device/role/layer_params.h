@@ -9,7 +9,7 @@ namespace mega_moe::device {
 // Rows that travel from the tokens' ranks to those of their experts. In bf16; those of a quantised layer are
 // made e4m3 on their way into the symmetric buffer.
 struct MovedRows {
-    const std::byte* from;  // the caller's, bf16 [num_tokens, hidden]
+    const std::byte* from;  // the caller's, bf16 [num_tokens, hidden]; null: e4m3 is staged already
     std::byte* pool;        // by slot
     std::int64_t staged;    // offset of the rank's copy in each symmetric buffer
 };

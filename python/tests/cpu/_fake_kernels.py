@@ -19,12 +19,13 @@ from mega_moe._backends.plain import PlainExecutor
 from mega_moe._backends.quantize import quantize_rows, quantize_weight, scaled_product
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
-from mega_moe._backends.staging import TorchStager
+from mega_moe._backends.staging import Staged, TorchStager
 from mega_moe._backends.swiglu import activate, rounded_sigmoid
 from mega_moe._backends.transport import LocalTransport
 from mega_moe._ops import library
 
 NOTE = "the backward runs on something else"
+STAGING = 256  # where it begins in the symmetric part
 
 
 class Launch(NamedTuple):
@@ -57,6 +58,18 @@ class _OfCopies(ReferenceArithmetic):
             h = activate(z, experts.clamp, rounded_sigmoid) * weight[rows, None]
             blocks.append(scaled_product(quantize_rows(h), down).bfloat16())
         return torch.cat(blocks)
+
+
+class _FoundCodes(TorchStager):
+    """Of an x that is quantised already."""
+
+    def __init__(self, num_experts: int, codes: Tensor, scales: Tensor) -> None:
+        super().__init__(num_experts)
+        self._payload = (codes, scales)
+
+    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantise: bool) -> Staged:
+        assert quantise
+        return super().stage(x, topk_idx, topk_weights, False)._replace(x=self._payload)
 
 
 class _BackwardOfCopies(ReferenceArithmetic):
@@ -124,7 +137,15 @@ class FakeKernels:
         return "control staging home"
 
     def symmetric_layout(self, *arguments: Any) -> list[int]:
-        return [0, 256, 256, 256, 512, 256, 768]
+        max_tokens, top_k, _, hidden = arguments[:4]
+        staging = self.staging_layout(max_tokens, top_k, hidden, True)[-1]
+        return [0, 256, STAGING, staging, STAGING + staging, 256, STAGING + staging + 256]
+
+    def staging_layout(self, max_tokens: int, top_k: int, hidden: int, quantise: bool) -> list[int]:
+        """Of x and its scales; the rest is of no length."""
+        scales = max_tokens * hidden
+        end = scales + max_tokens * (hidden // 128) * 4
+        return [0, scales, end, end, end, -(-end // 256) * 256]
 
     def workspace_parts(self) -> str:
         return "sync x_pool"
@@ -242,16 +263,31 @@ class FakeKernels:
         trace: int,
         trace_bytes: int,
     ) -> None:
-        assert len(buffers) == 1
         assert w_gate_up.dtype == w_down.dtype == torch.float8_e4m3fn
+        for tensor in (topk_idx, topk_weights, w_gate_up, gate_up_scales, w_down, down_scales, y):
+            assert tensor.is_contiguous()
         self._launched(
             Launch("forward fp8", len(x), self._ordering, clamp, num_sms, delay_seed, (trace, trace_bytes)),
             record,
         )
         summary.zero_()
-        request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
+        if len(buffers) > 1:
+            y.zero_()
+            return
+        hidden, top_k = x.shape[1], topk_idx.shape[1]
+        request = Request(num_experts, max_tokens, top_k, hidden, w_down.shape[2])
+        stager = TorchStager(num_experts)
+        if x.dtype == torch.float8_e4m3fn:
+            staged = buffers[rank] + STAGING
+            assert len(x) == 0 or x.data_ptr() == staged
+            offset = self.staging_layout(max_tokens, top_k, hidden, True)[1]
+            scales = _floats_at(staged + offset, len(x), hidden // 128)
+            stager, x = _FoundCodes(num_experts, x, scales), torch.zeros(x.shape, dtype=torch.bfloat16)
+        # As the library counts: behind the words of the call and of its ranks.
+        ids = topk_idx[(topk_idx >= 0) & (topk_idx < num_experts)].long()
+        summary[3 : 3 + num_experts] = torch.bincount(ids, minlength=num_experts)
         arithmetic = _OfCopies(gate_up_scales, down_scales)
-        plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
+        plain = PlainExecutor(request, arithmetic, stager, LocalControl(), LocalTransport())
         y.copy_(plain.forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp))
 
     def moe_backward(
@@ -361,7 +397,6 @@ class FakeKernels:
         trace: int,
         trace_bytes: int,
     ) -> None:
-        assert len(buffers) == 1
         results = (dx, dtopk, dw_gate_up, dw_down)
         needs = tuple(t.dim() > 1 for t in results)
         copies = (w_gate_up, w_gate_up_t, gate_up_sf, w_down_t, down_sf)
@@ -374,6 +409,8 @@ class FakeKernels:
         self.quantised_forwards.append(quantise)
         self.needs.append(needs)
         summary.zero_()
+        if len(buffers) > 1:
+            return
         hidden, inner = x.shape[1], w_down_t.shape[1]
         request = Request(num_experts, max_tokens, topk_idx.shape[1], hidden, inner)
         arithmetic = _BackwardOfCopies(*copies)
@@ -418,6 +455,11 @@ def saved_rows(saved_gate_up: Tensor, w_down: Tensor) -> int:
     assert saved_gate_up.shape[1] == 2 * w_down.shape[2]
     assert saved_gate_up.shape[0] % 128 == 0
     return len(saved_gate_up)
+
+
+def _floats_at(address: int, rows: int, columns: int) -> Tensor:
+    words = (ctypes.c_float * (rows * columns)).from_address(address)
+    return torch.tensor(list(words), dtype=torch.float32).view(rows, columns)
 
 
 class _Stream:
