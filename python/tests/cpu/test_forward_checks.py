@@ -72,6 +72,7 @@ CHECKS = {
         ("masked slot taken", "weight missing", "rows swapped", "stale result"),
     ),
     "routing in chunks": Check(values, values.test_any_routing, (1, "many chunks"), ("chunk lost",)),
+    "routing in both pools": Check(values, values.test_any_routing, (1, "both pools"), ("second pool lost",)),
     "hidden": Check(values, values.test_every_extent, ("hidden", 2), ("token lost",)),
     "intermediate": Check(values, values.test_every_extent, ("intermediate", 1), ("row dropped",)),
     "384 experts": Check(values, values.test_many_experts_of_one_rank, (384,), ("row dropped",)),
