@@ -136,6 +136,7 @@ class StandIn:
         s = self.shape
         limit, most_in_one = s.chunk_limits()
         rows = s.max_tokens * s.num_ranks * s.top_k
+        lost = {"chunk lost": most_in_one < rows, "second pool lost": limit < rows <= most_in_one}
         ulp = {
             "ulp in a repeat": self._calls % 5 == 2,
             "ulp with few SMs": self._num_sms == 2,
@@ -149,9 +150,7 @@ class StandIn:
             y.view(torch.int16)[0, -1] ^= 1
         elif self.fault == "token lost":
             results[-1][-1:] = 0
-        elif self.fault == "chunk lost" and most_in_one < rows:
-            y[128:] = 0
-        elif self.fault == "second pool lost" and limit < rows <= most_in_one:
+        elif lost.get(self.fault or ""):
             y[128:] = 0
         elif self.fault == "stale result" and self._calls % 2 == 0 and self._before[0].shape == y.shape:
             y.copy_(self._before[0])
