@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
 
 
 def cases(shape: Shape, context: Context) -> tuple[Case, ...]:
-    """Every backend but the emulation in each precision, fp8 with and without kept copies of the weights, and some with
-    fewer tokens."""
+    """Every backend but the emulation in bf16 and fp8, fp8 and fp8_bwd by `fused` with kept copies of the weights, and
+    some with fewer tokens."""
     explanation = mega_moe.explain(
         **shape.sizes(),
         max_tokens_per_rank=shape.default_tokens,
