@@ -145,7 +145,7 @@ class FusedExecutor:
         saved_gate_up: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         assert self._kernel_backward is not None
-        w_gate_up, w_down = inputs[3:]
+        x, topk_idx, topk_weights, w_gate_up, w_down = inputs
         with self._kernels.telling_of_no_memory():
             copies = None
             if self.weight_copies is not None and self._kernels.shape.quantise_backward:
@@ -153,9 +153,15 @@ class FusedExecutor:
                     self.weight_copies.of(w_gate_up, codes=True, transposed=True),
                     self.weight_copies.of(w_down, codes=False, transposed=True),
                 )
+            else:
+                w_gate_up, w_down = dense(w_gate_up), dense(w_down)
             got, _ = self._kernel_backward.backward(
                 dense(dy),
-                *_dense_inputs(inputs),
+                dense(x),
+                dense(topk_idx),
+                dense(topk_weights),
+                w_gate_up,
+                w_down,
                 clamp,
                 needs=needs,
                 dw_dtype=dw_dtype,
@@ -180,8 +186,3 @@ class FusedExecutor:
             # raised already, so nobody would come.
             self._backward.refuse(pending, 0)
         raise pending
-
-
-def _dense_inputs(inputs: _Inputs) -> _Inputs:
-    x, topk_idx, topk_weights, w_gate_up, w_down = map(dense, inputs)
-    return x, topk_idx, topk_weights, w_gate_up, w_down

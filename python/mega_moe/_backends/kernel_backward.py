@@ -63,7 +63,12 @@ class KernelBackward:
         dx = torch.empty_like(x) if needs[0] else none
         dtopk = torch.empty(topk_idx.shape, dtype=torch.float32, device=x.device) if needs[1] else none
         made = [
-            none if not needed else torch.empty_like(weight, dtype=dw_dtype) if into is None else buffer
+            none
+            if not needed
+            # Contiguous, whatever the weight is: in fp8 the kernel reads its copies alone.
+            else torch.empty(weight.shape, dtype=dw_dtype, device=weight.device)
+            if into is None
+            else buffer
             for weight, needed, buffer in zip(
                 (w_gate_up, w_down), needs[2:], (None, None) if into is None else into, strict=True
             )
