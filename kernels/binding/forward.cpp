@@ -69,7 +69,11 @@ void check_weights(const Checker& check, const ForwardArguments& a, const RouteS
 void forward(const Checker& check, const ForwardArguments& a) {
     const RouteShape shape = checked_forward_shape(check, a);
     const int64_t num_tokens = a.topk_idx.size(0);
-    check_operand(check, "x", a.x, {ScalarType::BFloat16}, {num_tokens, shape.hidden});
+    if (a.quantised())
+        check_operand(check, "x", a.x, {ScalarType::BFloat16, ScalarType::Float8_e4m3fn},
+                      {num_tokens, shape.hidden});
+    else
+        check_operand(check, "x", a.x, {ScalarType::BFloat16}, {num_tokens, shape.hidden});
     check_weights(check, a, shape);
     check_operand(check, "y", a.y, {ScalarType::BFloat16}, {num_tokens, shape.hidden});
     const int64_t saved_rows =
@@ -85,6 +89,7 @@ void forward(const Checker& check, const ForwardArguments& a) {
     check.same_device("w_down", a.w_down, a.topk_idx);
     check.same_device("y", a.y, a.topk_idx);
     problem.x = a.x.const_data_ptr();
+    problem.x_is_e4m3 = a.x.scalar_type() == ScalarType::Float8_e4m3fn;
     problem.w_gate_up = a.w_gate_up.const_data_ptr();
     problem.w_down = a.w_down.const_data_ptr();
     if (a.quantised()) {

@@ -54,7 +54,8 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "arrival_ns, "
         "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
     // The same in e4m3: weights with an fp32 scale factor for each 128 x 128 of them, x quantised by the
-    // kernel. The shape of the buffer has `quantise`.
+    // kernel, or e4m3 and then where the buffer stages it, beside its scale factors. The shape of the buffer
+    // has `quantise`.
     m.def(
         "moe_forward_fp8(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor "
         "gate_up_sf, "

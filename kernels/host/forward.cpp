@@ -86,8 +86,15 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     if (!status.ok) return status;
     p.route = make_route_params(route);
     p.route.call = local.quantise ? layout::kQuantisedForwardCall : layout::kForwardCall;
-    p.moved[0] = {static_cast<const std::byte*>(problem.x), workspace + parts[layout::kXPool],
-                  symmetric[layout::kStaging] + staging.x};
+    const std::int64_t staged = symmetric[layout::kStaging] + staging.x;
+    if (problem.x_is_e4m3 && route.num_tokens > 0) {
+        const std::int64_t want = route.buffers[route.rank] + staged;
+        if (reinterpret_cast<std::intptr_t>(problem.x) != want)
+            return error_status("x: address of e4m3 rows is %p, must be %p, where the buffer stages them",
+                                problem.x, reinterpret_cast<const void*>(want));
+    }
+    p.moved[0] = {problem.x_is_e4m3 ? nullptr : static_cast<const std::byte*>(problem.x),
+                  workspace + parts[layout::kXPool], staged};
     if (local.quantise)
         place_scales(problem, workspace, parts, symmetric[layout::kStaging] + staging.x_sf, p);
     p.summed = workspace + parts[layout::kOPool];

@@ -21,7 +21,7 @@ Status prepare_layer(Op op, Precision precision, const RouteProblem& route, Laye
 
 layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept;
 
-// Rows that each warp of a CTA copies before it takes its role: together those of the first experts, whose
+// Tokens that each warp of a CTA copies before it takes its role: together those of the first experts, whose
 // tiles make the first wave of the clusters, when experts are even. One warp of each CTA would bring them
 // more slowly than the products take them.
 std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const LayerLaunch& launch) noexcept;

@@ -15,9 +15,8 @@ inline constexpr int kStoreBytes = 16 * 128;             // a warp's 16 rows x 6
 inline constexpr int kMathWarps = 8;
 inline constexpr int kPullBuffers = 4;
 inline constexpr int kPullBytes = 4096;
-// Of each of two warps, which quantise the pieces too.
+// Beside scale factors there is room for so many.
 inline constexpr int kQuantisingPullBuffers = 3;
-inline constexpr int kQuantisingPullBytes = 2048;
 // Rows of e4m3 come in smaller pieces, each with its scale factors, and more of them are under way.
 inline constexpr int kQuantisedPullBuffers = 5;
 inline constexpr int kQuantisedPullBytes = 2048;
@@ -58,16 +57,14 @@ struct LayerShared {
     int factors;  // of gradients in e4m3: reciprocal scale factors of 256 columns
     int amax;     // twice what each warp's part of 128 x 128 elements has
     int pull_scales;
-    int pull_codes;  // of the backward in fp8: those of one piece, of each warp that pulls
     int pieces;
     int ring;
     int mailbox;  // uint32 [kMailbox]
     int barriers;
     int num_barriers;
-    int epoch;         // uint64
-    int state;         // two words
-    int pullers;       // warps that pull rows
-    int pull_buffers;  // of each
+    int epoch;  // uint64
+    int state;  // two words
+    int pull_buffers;
     int pull_bytes;
     int total;  // to ask for, whatever the start of the CTA's shared memory is
 };
@@ -79,11 +76,10 @@ MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
     const bool gradients = form == LayerForm::kFp8Gradients;
     LayerShared s{};
     s.pull_buffers = forward ? kQuantisedPullBuffers : quantised ? kQuantisingPullBuffers : kPullBuffers;
-    s.pullers = quantised && !forward ? 2 : 1;
-    s.pull_bytes = forward ? kQuantisedPullBytes : quantised ? kQuantisingPullBytes : kPullBytes;
+    s.pull_bytes = forward ? kQuantisedPullBytes : kPullBytes;
     s.store = stages * (kStageBytesA + kStageBytesB);
     s.pull = s.store + kMathWarps * kStoreBytes;
-    s.x_scales = s.pull + s.pullers * s.pull_buffers * s.pull_bytes;
+    s.x_scales = s.pull + s.pull_buffers * s.pull_bytes;
     s.row_scales = s.x_scales + (forward ? kXScaleBuffers * kXScaleBytes : 0);
     s.column_scales = s.row_scales + (quantised ? stages * kRowScaleBytes : 0);
     s.store_scales = s.column_scales + (quantised ? stages * kColumnScaleBytes : 0);
@@ -91,13 +87,12 @@ MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
     s.factors = s.store_scales + (quantised && !gradients ? kMathWarps * kStoreScaleBytes : 0);
     s.amax = s.factors + (gradients ? kTileColumns * 4 : 0);
     s.pull_scales = s.amax + (gradients ? 2 * kMathWarps * 4 : 0);
-    s.pull_codes = s.pull_scales + (forward ? s.pull_buffers * kPullScaleBytes : 0);
-    s.pieces = s.pull_codes + (quantised && !forward ? s.pullers * s.pull_bytes / 2 : 0);
+    s.pieces = s.pull_scales + (forward ? s.pull_buffers * kPullScaleBytes : 0);
     s.ring = s.pieces + (forward ? (kPullPieces * kPullPieceBytes + 15) / 16 * 16 : 0);
     s.mailbox = s.ring + kTileRing * kTileRecordBytes;
     s.barriers = s.mailbox + kMailbox * 4;
     // Full and empty stages, full and empty ring, mailbox, pull buffers.
-    s.num_barriers = 2 * stages + 2 * kTileRing + kMailbox + s.pullers * s.pull_buffers;
+    s.num_barriers = 2 * stages + 2 * kTileRing + kMailbox + s.pull_buffers;
     s.epoch = s.barriers + 8 * s.num_barriers;
     s.state = s.epoch + 8;
     s.total = 1024 + s.state + 16;

@@ -49,8 +49,8 @@ MEGA_MOE_LAW int num_columns(int num_local) {
 
 // --- chunks
 // -----------------------------------------------------------------------------------------------------------
-// A chunk is the longest run of blocks that has at most so many rows, so that its padded rows fit into a
-// pool.
+// Where not all rows are one chunk, a chunk is the longest run of blocks that has at most so many rows, so
+// that its padded rows fit into one pool.
 MEGA_MOE_LAW std::int64_t chunk_limit(std::int64_t pool_rows, std::int64_t num_local) {
     return pool_rows - num_local * (kPadRows - 1);
 }

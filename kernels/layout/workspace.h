@@ -15,7 +15,7 @@ struct WorkspaceShape {
     std::int64_t top_k;
     std::int64_t num_local;  // experts of this rank
     std::int64_t num_ranks;
-    std::int64_t pool_rows;  // padded rows of a chunk
+    std::int64_t pool_rows;  // padded rows of one of the pools
     std::int64_t hidden;
     std::int64_t intermediate;  // 0: tables alone, no pools
     bool backward;              // with what the backward needs besides

@@ -33,7 +33,9 @@ def table(result: Any, kernels: Any) -> tuple[list[str], list[str]]:
     for row in result.rows:
         if row.outcome.status == "measured":
             groups.setdefault(subject(row), []).append(row)
-    lines = heading("what", "backend", "direction", "ms", "rate", "of ceiling", "MHz", "dW", "reserved SMs")
+    lines = heading(
+        "what", "backend", "direction", "ms", "rate", "of ceiling", "MHz", "dW", "reserved SMs", "peak GiB"
+    )
     changed: list[str] = []
     for (what, backend, direction, unit, dw, reserved), rows in groups.items():
         rows.sort(key=lambda row: row.outcome.timing.protocol)
@@ -46,7 +48,7 @@ def table(result: Any, kernels: Any) -> tuple[list[str], list[str]]:
         old = staleness.changed(rows[0], result.environment, kernels)
         changed += old
         name = f"{what} (stale)" if old else what
-        lines.append(line(name, backend, direction, *columns, dw, reserved))
+        lines.append(line(name, backend, direction, *columns, dw, reserved, peak(rows)))
     return lines, changed
 
 
@@ -88,6 +90,12 @@ def percent(row: Any) -> str:
 
 def mhz(row: Any) -> str:
     return "-" if row.outcome.timing.mhz is None else f"{row.outcome.timing.mhz:.0f}"
+
+
+def peak(rows: list) -> str:
+    """Most device memory that a call of the layer held beyond inputs and weights, its results and buffer included."""
+    found = [row.peak_bytes for row in rows if row.kind == "layer" and row.peak_bytes is not None]
+    return f"{max(found) / 2**30:.2f}" if found else "-"
 
 
 def absent(result: Any) -> list[str]:

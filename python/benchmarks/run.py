@@ -24,8 +24,11 @@ from mega_moe.bench.suite import PARTS, Case, Options, run
 from mega_moe.bench.table import line, render
 
 SHAPES = ("30B", "235B", "DeepSeek-V3")
-# The emulation of fp8 arithmetic is there to judge kernels, not to be fast: minutes a call at these sizes.
-FP8_PRECISIONS, NOT_IN_FP8 = ("fp8", "fp8_bwd"), "reference"
+FP8_PRECISIONS = ("fp8", "fp8_bwd")
+# It emulates every rounding to judge kernels by, not to be fast: in fp8 minutes a call at these sizes.
+NOT_MEASURED = "reference"
+# Where a rank has fewer tokens, in bf16: the fastest, and what everybody has.
+FEWER_TOKENS, OF_FEWER = (8192, 1024), ("fused", "grouped")
 
 
 def main(argv: list[str]) -> int:
@@ -64,15 +67,18 @@ def main(argv: list[str]) -> int:
 
 
 def cases(shape: Shape, context: Context) -> tuple[Case, ...]:
-    """Every backend in bf16; every one but the emulation in the fp8 precisions."""
+    """Every backend but the emulation in bf16 and fp8, fp8 and fp8_bwd by `fused` with kept copies of the weights, and
+    some with fewer tokens."""
     explanation = mega_moe.explain(
         **shape.sizes(),
         max_tokens_per_rank=shape.default_tokens,
         num_ranks=context.num_ranks,
         device=context.device,
     )
-    fast = tuple(v.backend for v in explanation.verdicts if v.backend != NOT_IN_FP8)
-    return (Case("bf16", None), *(Case(precision, fast) for precision in FP8_PRECISIONS))
+    fast = tuple(v.backend for v in explanation.verdicts if v.backend != NOT_MEASURED)
+    fewer = (Case("bf16", OF_FEWER, tokens) for tokens in FEWER_TOKENS)
+    kept = (Case(precision, ("fused",), reuse_weight_copies=True) for precision in FP8_PRECISIONS)
+    return (Case("bf16", fast), Case("fp8", fast), *kept, *fewer)
 
 
 if __name__ == "__main__":

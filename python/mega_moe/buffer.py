@@ -27,6 +27,8 @@ from mega_moe._ops import registry
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from mega_moe._backends.given_codes import GivenCodes
+
 
 class MoEBuffer:
     """Memory, backend and rank facts of a mixture-of-experts layer. Construction is collective over ``group``.
@@ -293,6 +295,11 @@ class MoEBuffer:
         copies = self._live().weight_copies
         if copies is not None:
             copies.changed()
+
+    @property
+    def given_codes(self) -> GivenCodes | None:
+        """The layer on operands that are e4m3 already, for `mega_moe.deep_gemm`; None where the backend has no such."""
+        return self._live().given_codes
 
     def check(self) -> None:
         """Wait for the device and raise what a past call could not report at once: a bad expert id, a lost rank.

@@ -55,9 +55,8 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
             BackwardScheduler<C>(p, shared, epoch, cta).run();
         } else {
             Tracer<C::kTrace> tracer(p.trace, warp == 2 ? TraceRole::kPull : TraceRole::kPush, first_lane);
+            if (warp == 2) pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation<C>{p, epoch});
             if (warp == 3 && ptx::cta_id() == 0) announce_empty_chunks<C>(p, epoch);
-            if (warp - 2 < C::kPullers)
-                pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation<C>{p, epoch}, warp - 2);
             Combiner<C, DtopkBeside>(p, epoch, {p}).run(tracer);
             if (warp == 3 && ptx::cta_id() == 0) await_all_ranks(p, epoch);
         }

@@ -6,10 +6,10 @@
 
 namespace mega_moe::device {
 
-// Rows that travel from the tokens' ranks to those of their experts. In bf16; those of a quantised layer are
+// Rows that travel from the tokens' ranks to those of their experts. In bf16; those of the forward in fp8 are
 // made e4m3 on their way into the symmetric buffer.
 struct MovedRows {
-    const std::byte* from;  // the caller's, bf16 [num_tokens, hidden]
+    const std::byte* from;  // the caller's, bf16 [num_tokens, hidden]; null: e4m3 is staged already
     std::byte* pool;        // by slot
     std::int64_t staged;    // offset of the rank's copy in each symmetric buffer
 };
@@ -45,7 +45,7 @@ struct LayerParams {
     std::int64_t x_flags;         // offsets in each rank's symmetric buffer
     std::int64_t sent_flags;
     std::int64_t home;
-    std::int64_t pool_rows;  // of one chunk
+    std::int64_t pool_rows;  // of one pool
     std::int32_t hidden;
     std::int32_t intermediate;
     std::int32_t first_per_warp;  // tokens that each warp copies before the roles part

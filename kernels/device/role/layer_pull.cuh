@@ -29,8 +29,8 @@ struct PullPiece {
 template <class C>
 class Puller {
   public:
-    __device__ __forceinline__ Puller(const LayerParams& params, const LayerShared<C>& map, int puller)
-        : p(params), shared(map), row_bytes(params.hidden * 2), puller_(C::kPullers > 1 ? puller : 0) {}
+    __device__ __forceinline__ Puller(const LayerParams& params, const LayerShared<C>& map)
+        : p(params), shared(map), row_bytes(params.hidden * 2) {}
 
     __device__ __forceinline__ void pull_chunk(const ChunkView& view, int chunk, int first, int step,
                                                Tracer<C::kTrace>& tracer) {
@@ -50,21 +50,20 @@ class Puller {
             for (int i = 0; i + 1 < kAhead; ++i)
                 ahead[i] = ahead[i + 1];
             ahead[kAhead - 1] = start_next(tokens, newest);
-            ptx::mbarrier_wait(shared.pulled(buffer(landing_)), landing_.parity);
+            ptx::mbarrier_wait(shared.pulled(landing_.at), landing_.parity);
             if (lane() < piece.of.rows) {
                 const std::int64_t row = piece.of.slot + view.row_of_slot;
                 ptx::bulk_store(p.moved[piece.moved].pool + row * row_bytes + piece.offset,
-                                shared.pull_buffer(buffer(landing_)),
-                                static_cast<std::uint32_t>(piece.bytes));
+                                shared.pull_buffer(landing_.at), static_cast<std::uint32_t>(piece.bytes));
             }
             ptx::bulk_commit();
             if constexpr (C::kQuantisesRows)
                 quantise_piece(p.codes[piece.moved], view, piece.of, p.hidden, piece.offset, piece.bytes,
-                               shared.pull_buffer(buffer(landing_)), shared.pull_codes(puller_));
+                               shared.pull_buffer(landing_.at));
             landing_.next();
             stored(before);
             if (uncounted_ == kRowsPerCount) {
-                ptx::bulk_wait<kGroups>();
+                ptx::bulk_wait<1>();
                 count();
             }
             before = piece;
@@ -82,13 +81,6 @@ class Puller {
     // Some buffers take stores while the others load.
     static constexpr int kStoring = C::kPullBuffers > 3 ? 2 : 1;
     static constexpr int kAhead = C::kPullBuffers - kStoring;
-    // Groups of bulk stores for a piece.
-    static constexpr int kGroups = C::kQuantisesRows ? 2 : 1;
-
-    using Cursor = RingCursor<C::kPullBuffers>;
-    __device__ __forceinline__ int buffer(const Cursor& cursor) const {
-        return puller_ * C::kPullBuffers + cursor.at;
-    }
 
     // The piece after `newest`, which becomes it, with its load under way; none at the end.
     __device__ __forceinline__ PullPiece start_next(TokensInOrder& tokens, PullPiece& newest) {
@@ -111,7 +103,7 @@ class Puller {
         piece.last = piece.offset + piece.bytes == row_bytes && piece.moved == C::kMoved - 1;
         maybe_delay(p.delay_seed, static_cast<std::uint32_t>(piece.of.token));
         // The stores that last read the buffer: of so many pieces they come between them and this.
-        ptx::bulk_wait_read<kStoring * kGroups - 1>();
+        ptx::bulk_wait_read<kStoring - 1>();
         __syncwarp();
         load(piece);
         newest = piece;
@@ -119,11 +111,10 @@ class Puller {
     }
     __device__ __forceinline__ void load(const PullPiece& piece) {
         if (lane() == 0) {
-            ptx::mbarrier_arrive_expect(shared.pulled(buffer(loading_)),
-                                        static_cast<std::uint32_t>(piece.bytes));
-            ptx::bulk_load(shared.pull_buffer(buffer(loading_)),
+            ptx::mbarrier_arrive_expect(shared.pulled(loading_.at), static_cast<std::uint32_t>(piece.bytes));
+            ptx::bulk_load(shared.pull_buffer(loading_.at),
                            row_source<C>(p, p.moved[piece.moved], piece.of, row_bytes) + piece.offset,
-                           static_cast<std::uint32_t>(piece.bytes), shared.pulled(buffer(loading_)));
+                           static_cast<std::uint32_t>(piece.bytes), shared.pulled(loading_.at));
         }
         __syncwarp();
         loading_.next();
@@ -153,9 +144,8 @@ class Puller {
     const LayerParams& p;
     const LayerShared<C>& shared;
     int row_bytes;
-    int puller_;
-    Cursor loading_;
-    Cursor landing_;
+    RingCursor<C::kPullBuffers> loading_;
+    RingCursor<C::kPullBuffers> landing_;
     bool ended_ = false;
     // The fence before an arrival is counted takes as long as a row: one for several tokens.
     static constexpr int kRowsPerCount = 4;
@@ -238,27 +228,23 @@ struct NoPreparation {
     __device__ __forceinline__ void operator()(int, bool&) const {}
 };
 
-// One warp: this CTA's share of all chunks. `prepare(chunk, lost)` comes before the rows of a chunk. A second
-// puller takes half of the first chunk, the only one whose rows tiles wait for, and which waits for nothing:
-// to pull a later one may need what the warp is to push.
+// One warp: this CTA's share of all chunks. `prepare(chunk, lost)` comes before the rows of a chunk.
 template <class C, class Prepare = NoPreparation>
 __device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShared<C>& shared,
                                           std::uint64_t epoch, Tracer<C::kTrace>& tracer,
-                                          const Prepare& prepare = {}, int puller = 0) {
+                                          const Prepare& prepare = {}) {
     const int num_chunks = table_word(p.route.summary, layout::kSummaryChunks);
     const auto cta = static_cast<int>(ptx::cta_id());
     const auto ctas = static_cast<int>(ptx::num_ctas());
     bool lost = false;
     tracer.start();
-    std::conditional_t<C::kMovesE4m3, QuantisedPuller<C>, Puller<C>> rows(p, shared, puller);
+    std::conditional_t<C::kMovesE4m3, QuantisedPuller<C>, Puller<C>> puller(p, shared);
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
         await_free_chunk(p, epoch, chunk, lost);
         prepare(chunk, lost);
         tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
         const int copied = chunk == 0 ? first_copied<C>(p) : 0;
-        const int pullers = chunk == 0 ? C::kPullers : 1;
-        rows.pull_chunk(view_chunk(p, chunk), chunk, cta + copied + puller * ctas, pullers * ctas, tracer);
-        if (puller > 0) return;
+        puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);
     }
 }
 

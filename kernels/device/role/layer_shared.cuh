@@ -41,8 +41,7 @@ struct LayerConfig {
     static constexpr int kRing = Ring;
     static constexpr int kMoved = Moved;
     static constexpr layout::LayerShared kAt = layout::make_layer_shared(Stages, Form);
-    static constexpr int kPullers = kAt.pullers;
-    static constexpr int kPullBuffers = kAt.pull_buffers;  // of each
+    static constexpr int kPullBuffers = kAt.pull_buffers;
     static constexpr int kPullBytes = kAt.pull_bytes;
     static_assert(kAt.total <= 232448, "shared memory of a block");
     static_assert(kRing <= layout::kTileRing, "records");
@@ -90,9 +89,6 @@ struct LayerShared {
     __device__ __forceinline__ std::uint32_t pull_scales(int buffer) const {
         return base + C::kAt.pull_scales + buffer * layout::kPullScaleBytes;
     }
-    __device__ __forceinline__ std::uint32_t pull_codes(int puller) const {
-        return base + C::kAt.pull_codes + puller * C::kPullBytes / 2;
-    }
     __device__ __forceinline__ std::uint32_t* piece(int i) const {
         return reinterpret_cast<std::uint32_t*>(generic + C::kAt.pieces + i * layout::kPullPieceBytes);
     }
@@ -135,7 +131,7 @@ struct LayerShared {
         }
         for (int i = 0; i < layout::kMailbox; ++i)
             ptx::mbarrier_init(mail(i), 1);
-        for (int i = 0; i < C::kPullers * C::kPullBuffers; ++i)
+        for (int i = 0; i < C::kPullBuffers; ++i)
             ptx::mbarrier_init(pulled(i), 1);
         ptx::fence_mbarrier_init();
     }

@@ -60,14 +60,16 @@ __device__ __forceinline__ QuantisedRows staged_groups(const LayerParams& p, std
 
 // All threads: this CTA's blocks of what travels into the symmetric buffer, where the other ranks find them,
 // and a flag to every rank for each. Nothing to copy when the caller's rows lie there already. A quantised
-// layer's rows come by way of the buffer with one rank too.
+// layer's rows come by way of the buffer with one rank too, and where there is no place that they come from,
+// their codes and scale factors lie in it already.
 template <class C>
 __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t epoch) {
     const Endpoint& e = p.route.endpoint;
     if (e.num_ranks == 1) {
         if constexpr (C::kMovesE4m3) {
-            quantise_share<C::kThreads>(staged_groups(p, 0, p.route.num_tokens), ptx::cta_id(),
-                                        ptx::num_ctas());
+            if (p.moved[0].from != nullptr)
+                quantise_share<C::kThreads>(staged_groups(p, 0, p.route.num_tokens), ptx::cta_id(),
+                                            ptx::num_ctas());
             ptx::fence_proxy_async_global();
         }
         return;
@@ -79,7 +81,8 @@ __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t e
         const int first = block * layout::kBlockTokens;
         const int tokens = min(layout::kBlockTokens, p.route.num_tokens - first);
         if constexpr (C::kMovesE4m3) {
-            quantise_share<C::kThreads>(staged_groups(p, first, tokens), 0, 1);
+            if (p.moved[0].from != nullptr)
+                quantise_share<C::kThreads>(staged_groups(p, first, tokens), 0, 1);
         } else {
 #pragma unroll
             for (int i = 0; i < C::kMoved; ++i)

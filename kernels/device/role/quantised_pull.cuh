@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_scales(const LayerParams& p, const ChunkVie
 template <class C>
 class QuantisedPuller {
   public:
-    __device__ __forceinline__ QuantisedPuller(const LayerParams& params, const LayerShared<C>& map, int)
+    __device__ __forceinline__ QuantisedPuller(const LayerParams& params, const LayerShared<C>& map)
         : p(params), shared(map) {}
 
     __device__ __forceinline__ void pull_chunk(const ChunkView& view, int chunk, int first, int step,

@@ -11,7 +11,9 @@ namespace mega_moe {
 // quantisation both products are in e4m3. route.weighted is set and route.refuse is not.
 struct ForwardProblem {
     RouteProblem route;
-    const void* x;          // bf16 [num_tokens, hidden]
+    // bf16 [num_tokens, hidden]; or, if quantised and x_is_e4m3, the place of e4m3 rows in the rank's own
+    // symmetric buffer, which are there beside their scale factors.
+    const void* x;
     const void* w_gate_up;  // bf16, or e4m3 if quantised, [num_local, 2 * intermediate, hidden], gate first
     const void* w_down;     // the same [num_local, hidden, intermediate]
     // fp32, of each 128 x 128 of the weights, if quantised.
@@ -21,7 +23,8 @@ struct ForwardProblem {
     void* saved_gate_up;          // bf16 [saved_rows, 2 * intermediate], for launch_backward alone to read
     void* trace;                  // int64 [CTAs, roles, events, 3], zero; null: the form that does not trace
     std::int64_t trace_bytes;
-    std::int64_t saved_rows;   // a multiple of 128; 0: nothing is saved
+    std::int64_t saved_rows;  // a multiple of 128; 0: nothing is saved
+    bool x_is_e4m3;
     float clamp;               // of gate and up; +inf: none
     std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
 };

@@ -13,7 +13,7 @@ struct RouteShape {
     std::int64_t hidden;
     std::int64_t intermediate;  // 0: tables alone, no pools
     std::int64_t num_ranks;
-    std::int64_t pool_rows;   // padded rows of a chunk
+    std::int64_t pool_rows;   // padded rows of one of the pools
     bool quantise;            // x is staged as e4m3
     bool home;                // with home slots
     bool canaries;            // with untouched bytes between parts

@@ -24,9 +24,7 @@ struct Settings {
     int ahead;  // tiles that a cluster takes before it has stored them
     unsigned seed;
     int fault = 0;  // planted: 1 parts without turns, 2 pulls that wait for sums alone, 3 gradients that wait
-                    // once taken, 4 helpers that pull all chunks, 5 gradients that do not wait for
-                    // transposed rows
-    int helpers = 0;     // pull of the first chunk, and push only then
+                     // once taken, 4 gradients that do not wait for transposed rows
     int transposes = 0;  // columns of the tiles that transpose rows, which gradients then wait for
 };
 
@@ -61,8 +59,7 @@ class Rank {
             roles_.emplace_back([this, i] { return try_take(clusters_[i]); });
             roles_.emplace_back([this, i] { return try_store(clusters_[i]); });
         }
-        pulled_.resize(static_cast<std::size_t>(s.pullers + s.helpers));
-        helping_ = s.helpers;
+        pulled_.resize(static_cast<std::size_t>(s.pullers));
         for (std::size_t i = 0; i < pulled_.size(); ++i) {
             pulled_[i] = {0, i};
             roles_.emplace_back([this, i] { return try_pull(pulled_[i]); });
@@ -185,7 +182,7 @@ class Rank {
         for (int row = 0; row < g.run.rows; row += layout::kTileRows) {
             const auto block = static_cast<std::size_t>(first + row / layout::kTileRows);
             if (dz_[block] < p_.gate_up_columns) return false;
-            if (transposed_[block] < s_.transposes && s_.fault != 5) return false;
+            if (transposed_[block] < s_.transposes && s_.fault != 4) return false;
         }
         return s_.fault == 1 || turn(g) >= g.run.ordinal;
     }
@@ -269,20 +266,16 @@ class Rank {
         if (c >= 2 && s_.fault != 2 && gradients_[c - 2] < gradients_wanted_[c - 2]) return false;
         const auto first = static_cast<std::size_t>(first_block_[c * static_cast<std::size_t>(p_.num_local)]);
         if (share.at >= static_cast<std::size_t>(blocks_[c])) {
-            const auto self = static_cast<int>(&share - pulled_.data());
-            const bool helper = self >= s_.pullers;
-            share.chunk = helper && s_.fault != 4 ? p_.chunks : share.chunk + 1;
-            share.at = static_cast<std::size_t>(self);
-            if (helper && share.chunk == p_.chunks) --helping_;
+            ++share.chunk;
+            share.at = static_cast<std::size_t>(&share - pulled_.data());
             return true;
         }
         check_free(c);
         arrived_[first + share.at] = 1;
-        share.at += c == 0 || s_.fault == 4 ? pulled_.size() : static_cast<std::size_t>(s_.pullers);
+        share.at += pulled_.size();
         return true;
     }
     bool try_push() {
-        if (helping_ > 0) return false;
         for (std::size_t block = 0; block < pushed_.size(); ++block) {
             const bool done = s_.needs_dx ? dx_[block] == p_.down_columns : dz_[block] == p_.gate_up_columns;
             if (pushed_[block] != 0 || !done) continue;
@@ -312,7 +305,6 @@ class Rank {
     int next_gradient_ = 0;
     std::vector<Cluster> clusters_;
     std::vector<Share> pulled_;
-    int helping_ = 0;
     std::vector<std::function<bool()>> roles_;
     std::string fault_;
 };
@@ -321,18 +313,10 @@ class Rank {
 void test_planted_faults() {
     Problem p{3, 4, 2, 2, 3, 6, {{300, 0, 200, 300, 64, 100, 300, 200, 1, 500, 2, 700}}};
     p.num_local = 3;
-    for (int fault = 0; fault <= 5; ++fault) {
+    for (int fault = 0; fault <= 4; ++fault) {
         int found = 0;
         for (unsigned seed = 0; seed < 40; ++seed) {
-            const Settings s{true,
-                             true,
-                             2,
-                             2,
-                             2,
-                             seed,
-                             fault,
-                             fault == 0 || fault == 4 ? 2 : 0,
-                             fault == 0 || fault == 5 ? 2 : 0};
+            const Settings s{true, true, 2, 2, 2, seed, fault, fault == 0 || fault == 4 ? 2 : 0};
             found += Rank(p, s).run().empty() ? 0 : 1;
         }
         CHECK((fault == 0) == (found == 0), "planted fault %d was found %d times", fault, found);
@@ -367,7 +351,6 @@ void test_backward_progress() {
                          pick(1, 2, 3, 4),
                          static_cast<unsigned>(made()),
                          0,
-                         pick(0, 2),
                          pick(0, 1, 2, 4)};
         const std::string what = Rank(p, s).run();
         CHECK(what.empty(), "trial %d, %s, %d tiles of gradients, dx %d: %s", trial, p.name().c_str(),

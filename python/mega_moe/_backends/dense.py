@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes; what the kernels' bulk copies start on
@@ -11,3 +14,14 @@ def dense(value: Tensor) -> Tensor:
     """``value`` itself where it is contiguous and aligned, else a copy."""
     value = value.contiguous()
     return value.clone() if value.data_ptr() % ALIGNMENT else value
+
+
+def writable(gradients: Sequence[Tensor]) -> bool:
+    """Whether the kernel can write weight gradients as these lie in memory."""
+    return all(
+        g.is_contiguous()
+        and g.data_ptr() % ALIGNMENT == 0
+        and g.dtype in (torch.bfloat16, torch.float32)
+        and g.dtype == gradients[0].dtype
+        for g in gradients
+    )

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from mega_moe._backends.given_codes import GivenCodes
 from mega_moe._backends.weight_copies import WeightCopies
 from mega_moe._ops import registry
 
@@ -24,6 +25,11 @@ class LayerExecutor(registry.Executor, Protocol):
     @property
     def weight_copies(self) -> WeightCopies | None:
         """Copies that the kernels make of the weights; None where they read the weights themselves."""
+        ...
+
+    @property
+    def given_codes(self) -> GivenCodes | None:
+        """The same layer on operands that the caller has quantised; None where no kernel reads them."""
         ...
 
     def refuse(self, error: Exception, num_tokens: int) -> None:

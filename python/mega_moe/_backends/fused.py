@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from mega_moe._backends.dense import ALIGNMENT, dense
+from mega_moe._backends.dense import dense, writable
 from mega_moe._backends.executor import LayerExecutor
+from mega_moe._backends.given_codes import GivenCodes
 from mega_moe._backends.kernel_backward import KernelBackward
 from mega_moe._backends.kernel_forward import KernelForward
 from mega_moe._backends.kernel_rank import KernelRank
@@ -40,6 +38,8 @@ class FusedExecutor:
         shape = kernels.shape
         reads = shape.quantise or shape.quantise_backward
         self.weight_copies = WeightCopies(backward=shape.quantise_backward) if reads else None
+        both = shape.quantise and shape.quantise_backward
+        self.given_codes = GivenCodes(kernels) if both else None
 
     def forward(
         self,
@@ -62,7 +62,7 @@ class FusedExecutor:
         clamp: float | None,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        with self._telling_of_no_memory():
+        with self._kernels.telling_of_no_memory():
             saved = torch.empty(rows, w_gate_up.shape[1], dtype=torch.bfloat16, device=x.device)
         return self._forward((x, topk_idx, topk_weights, w_gate_up, w_down), clamp, saved), saved
 
@@ -74,7 +74,7 @@ class FusedExecutor:
             self.refuse(error, tokens)
             raise error
         x, topk_idx, topk_weights = map(dense, inputs[:3])
-        with self._telling_of_no_memory():
+        with self._kernels.telling_of_no_memory():
             weights = self._as_read(inputs[3]), self._as_read(inputs[4])
             y, _ = self._kernel.forward(
                 x, topk_idx, topk_weights, *weights, clamp, saved_gate_up=saved_gate_up
@@ -129,7 +129,7 @@ class FusedExecutor:
     ) -> tuple[Tensor | None, Tensor | None] | None:
         """Adds the weights' gradients into buffers in the kernel -> dx, dtopk; None where it cannot."""
         wanted = [buffer for buffer, needed in zip(into, needs[2:]) if needed]
-        if self._kernel_backward is None or not _can_add(wanted):
+        if self._kernel_backward is None or not writable(wanted):
             return None
         inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
         return self._fused_backward(dy, inputs, clamp, needs, torch.float32, into, saved_gate_up)[:2]
@@ -145,17 +145,23 @@ class FusedExecutor:
         saved_gate_up: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         assert self._kernel_backward is not None
-        w_gate_up, w_down = inputs[3:]
-        with self._telling_of_no_memory():
+        x, topk_idx, topk_weights, w_gate_up, w_down = inputs
+        with self._kernels.telling_of_no_memory():
             copies = None
             if self.weight_copies is not None and self._kernels.shape.quantise_backward:
                 copies = (
                     self.weight_copies.of(w_gate_up, codes=True, transposed=True),
                     self.weight_copies.of(w_down, codes=False, transposed=True),
                 )
+            else:
+                w_gate_up, w_down = dense(w_gate_up), dense(w_down)
             got, _ = self._kernel_backward.backward(
                 dense(dy),
-                *_dense_inputs(inputs),
+                dense(x),
+                dense(topk_idx),
+                dense(topk_weights),
+                w_gate_up,
+                w_down,
                 clamp,
                 needs=needs,
                 dw_dtype=dw_dtype,
@@ -169,15 +175,6 @@ class FusedExecutor:
     def refuse(self, error: Exception, num_tokens: int) -> None:
         self._kernels.refuse(num_tokens)
 
-    @contextlib.contextmanager
-    def _telling_of_no_memory(self) -> Iterator[None]:
-        """Around what is allocated for a call, all of it before the launch: the other ranks wait for this one."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            self._kernels.refuse(0)
-            raise
-
     def _raise_faults(self) -> None:
         """What this call's forward reported, before the ranks meet: some of them may not come to its backward."""
         torch.cuda.current_stream(self._kernels.device).synchronize()
@@ -189,19 +186,3 @@ class FusedExecutor:
             # raised already, so nobody would come.
             self._backward.refuse(pending, 0)
         raise pending
-
-
-def _can_add(buffers: list[Tensor]) -> bool:
-    """Whether the kernel can add to these as they lie in memory."""
-    return all(
-        b.is_contiguous()
-        and b.data_ptr() % ALIGNMENT == 0
-        and b.dtype in (torch.bfloat16, torch.float32)
-        and b.dtype == buffers[0].dtype
-        for b in buffers
-    )
-
-
-def _dense_inputs(inputs: _Inputs) -> _Inputs:
-    x, topk_idx, topk_weights, w_gate_up, w_down = map(dense, inputs)
-    return x, topk_idx, topk_weights, w_gate_up, w_down

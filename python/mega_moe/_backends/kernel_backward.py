@@ -42,6 +42,7 @@ class KernelBackward:
         needs: tuple[bool, bool, bool, bool] = (True, True, True, True),
         dw_dtype: torch.dtype = torch.bfloat16,
         into: tuple[Tensor | None, Tensor | None] | None = None,
+        overwrite: bool = False,
         saved_gate_up: Tensor | None = None,
         copies: tuple[WeightCopy, WeightCopy] | None = None,
         delay_seed: int = 0,
@@ -51,10 +52,10 @@ class KernelBackward:
 
         Inputs as `KernelForward.forward` takes them, and dy as x. ``needs``: of x, topk_weights, w_gate_up, w_down; the
         first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which the weight
-        gradients that are needed are added; they are then None in the result. ``saved_gate_up``: what a forward of the
-        same inputs left in it, on this rank; it changes no bit. Ranks may differ in the last three. ``copies`` of both
-        weights make the launch one of the fp8 kernel, where ``kernels`` has its memory: all of w_gate_up, and the
-        transposed one of w_down.
+        gradients that are needed are added, or which they ``overwrite``; they are then None in the result.
+        ``saved_gate_up``: what a forward of the same inputs left in it, on this rank; it changes no bit. Ranks may
+        differ in the last four. ``copies`` of both weights make the launch one of the fp8 kernel, where ``kernels`` has
+        its memory: all of w_gate_up, and the transposed one of w_down; the weights themselves are then not read.
         """
         kernels = self._kernels
         shape = kernels.shape
@@ -62,7 +63,12 @@ class KernelBackward:
         dx = torch.empty_like(x) if needs[0] else none
         dtopk = torch.empty(topk_idx.shape, dtype=torch.float32, device=x.device) if needs[1] else none
         made = [
-            none if not needed else torch.empty_like(weight, dtype=dw_dtype) if into is None else buffer
+            none
+            if not needed
+            # Contiguous, whatever the weight is: in fp8 the kernel reads its copies alone.
+            else torch.empty(weight.shape, dtype=dw_dtype, device=weight.device)
+            if into is None
+            else buffer
             for weight, needed, buffer in zip(
                 (w_gate_up, w_down), needs[2:], (None, None) if into is None else into, strict=True
             )
@@ -105,7 +111,7 @@ class KernelBackward:
                 kernels.num_sms,
                 *kernels.limits_ns,
                 math.inf if clamp is None else clamp,
-                into is not None,
+                into is not None and not overwrite,
                 delay_seed,
                 0 if trace is None else trace.data_ptr(),
                 0 if trace is None else trace.numel() * trace.element_size(),

@@ -36,14 +36,15 @@ class KernelForward:
 
         Contiguous tensors with 16-byte aligned rows: x ``[T, H]``, w_gate_up ``[E_local, 2I, H]``, w_down
         ``[E_local, H, I]`` in bf16, or the copies of both where ``kernels`` has the memory of the fp8 kernel; ids int32
-        or int64 and weights fp32 or bf16 ``[T, K]``. ``saved_gate_up`` bf16 ``[SavedRows.slots(T), 2I]`` is filled for
+        or int64 and weights fp32 or bf16 ``[T, K]``. In fp8, x may also be the first rows of `KernelRank.staged_codes`,
+        beside their scales. ``saved_gate_up`` bf16 ``[SavedRows.slots(T), 2I]`` is filled for
         `KernelBackward.backward`, in an order of the kernels' own; the fp8 kernel takes none. ``delay_seed`` other than
         0 delays the communication at random; ``trace`` int64 ``[CTAs, 5, events, 3]``, zero, makes the launch one of
         the tracing kernel. A bad id, a refusal or a lost rank makes y NaN; the next call or `KernelRank.check` raises.
         """
         kernels = self._kernels
         shape = kernels.shape
-        y = torch.empty_like(x)
+        y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
         summary = kernels.new_summary()
         weights: tuple[Tensor | None, ...]
         # What the kernel saves, beside y.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from mega_moe._backends.symmetric import (
 from mega_moe._backends.tables import BLOCK_TOKENS
 from mega_moe._base import env
 from mega_moe._base.errors import MegaMoEError
+from mega_moe._base.types import SCALE_BLOCK
 from mega_moe._ops import library
 
 
@@ -70,6 +72,18 @@ class KernelRank:
     def staging(self) -> Tensor:
         return symmetric_layout(self.shape).view(self._symmetric.memory, "staging", torch.uint8)
 
+    def staged_codes(self) -> tuple[Tensor, Tensor]:
+        """Where x of a forward in fp8 is staged: e4m3 ``[max_tokens, H]``, scales fp32 ``[max_tokens, H / 128]``."""
+        shape, staging = self.shape, self.staging
+        layout = library.require().staging_layout(shape.max_tokens, shape.top_k, shape.hidden, True)
+
+        def part(offset: int, columns: int, dtype: torch.dtype) -> Tensor:
+            size = shape.max_tokens * columns * dtype.itemsize
+            return staging[offset : offset + size].view(dtype).view(shape.max_tokens, columns)
+
+        codes = part(layout[0], shape.hidden, torch.float8_e4m3fn)
+        return codes, part(layout[1], shape.hidden // SCALE_BLOCK, torch.float32)
+
     @property
     def addresses(self) -> tuple[list[int], int, int]:
         """As the operators take them: the symmetric parts of all ranks, the workspace, the record."""
@@ -106,6 +120,15 @@ class KernelRank:
         told = num_tokens if num_tokens > self.shape.max_tokens else 1
         summary = self.new_summary()
         self._in_order(lambda: self._route(self._no_ids, None, summary, told))
+
+    @contextlib.contextmanager
+    def telling_of_no_memory(self) -> Iterator[None]:
+        """Around what is allocated for a call, all of it before the launch: the other ranks wait for this one."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.refuse(0)
+            raise
 
     def check(self) -> None:
         """Wait for the device and raise what its launches reported."""

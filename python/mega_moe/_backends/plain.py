@@ -110,6 +110,10 @@ class PlainExecutor:
     def weight_copies(self) -> None:
         return None
 
+    @property
+    def given_codes(self) -> None:
+        return None
+
     def refuse(self, error: Exception, num_tokens: int = 0) -> None:
         """Tell the other ranks, which are at or on their way to this call, why this rank does not take part."""
         if self.control.size > 1:

@@ -26,10 +26,16 @@ PARTS = ("ceilings", "stage", "layer")
 
 @dataclass(frozen=True)
 class Case:
-    """One precision and the backends that are measured in it; None takes every one."""
+    """One precision and the backends measured in it; None takes every one. ``tokens``: fewer than the run's, and of a
+    shape that has no more by itself nothing is measured.
+
+    ``reuse_weight_copies``: as the run's, where that says no.
+    """
 
     precision: str
     backends: tuple[str, ...] | None
+    tokens: int | None = None
+    reuse_weight_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,21 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
                     keep(stage_row)
     if "layer" in options.parts:
         for shape in options.shapes:
-            problem = random_problem(shape, options.tokens or shape.default_tokens, options.dtype, context)
+            plain = options.tokens or shape.default_tokens
+            problem = None
             for case in options.cases:
+                tokens = case.tokens or plain
+                if case.tokens is not None and case.tokens >= plain:
+                    continue
+                if problem is None or problem.tokens != tokens:
+                    problem = None  # frees the one before
+                    problem = random_problem(shape, tokens, options.dtype, context)
                 layer = LayerOptions(
                     case.precision,
                     case.backends,
                     options.directions,
                     options.dw_dtype,
-                    options.reuse_weight_copies,
+                    options.reuse_weight_copies or case.reuse_weight_copies,
                 )
                 for layer_row in measure_layer(
                     problem, layer, options.protocols, timer, context, product_rates=products

@@ -9,11 +9,10 @@ from __future__ import annotations
 from mega_moe.deep_gemm.calls import (
     bf16_mega_moe,
     bf16_mega_moe_backward,
-    fp8_mega_moe,
-    fp8_mega_moe_backward,
     transform_weights_for_mega_moe,
     transform_weights_for_mega_moe_sm90,
 )
+from mega_moe.deep_gemm.fp8_calls import fp8_mega_moe, fp8_mega_moe_backward
 from mega_moe.deep_gemm.installing import install, serves, uninstall
 from mega_moe.deep_gemm.symm_buffer import SymmBuffer, get_num_sms, get_symm_buffer_for_mega_moe, set_num_sms
 

@@ -1,4 +1,7 @@
-"""``python -m mega_moe.deep_gemm script.py args``: run a trainer that imports deep_gemm on this library."""
+"""``python -m mega_moe.deep_gemm script.py args``: run a trainer that imports deep_gemm on this library.
+
+Without a script it says which of the calls this device serves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from mega_moe.deep_gemm.installing import install
+from mega_moe.deep_gemm.installing import install, serves
+from mega_moe.deep_gemm.symm_buffer import MMA_TYPES
 
 _USAGE = "usage: python -m mega_moe.deep_gemm SCRIPT [arguments]   or   ... -m MODULE [arguments]"
 
@@ -16,7 +20,7 @@ def main(words: list[str]) -> int:
     module = words[:1] == ["-m"]
     rest = words[1:] if module else words
     if not rest or (rest[0].startswith("-") and not module):
-        print(_USAGE, file=sys.stderr)
+        print(_USAGE, *(_report() if not words else ()), sep="\n", file=sys.stderr)
         return 2
     install()
     sys.argv = rest
@@ -28,6 +32,15 @@ def main(words: list[str]) -> int:
         sys.path[0] = str(Path(rest[0]).resolve().parent)
         runpy.run_path(rest[0], run_name="__main__")
     return 0
+
+
+def _report() -> list[str]:
+    """A line for each mma_type."""
+    told = ((mma_type, serves(precision)) for mma_type, precision in MMA_TYPES.items())
+    return [
+        f"{mma_type}: {'not on the fused kernels: ' + '; '.join(reasons) if reasons else 'served by the fused kernels'}"
+        for mma_type, reasons in told
+    ]
 
 
 if __name__ == "__main__":

@@ -51,11 +51,13 @@ class SymmBuffer:
     """What `get_symm_buffer_for_mega_moe` returns. Built collectively; one serves all layers that run in order.
 
     Attributes:
-        x: ``[max_tokens, H]`` bf16, or e4m3 with mma_type fp8xfp8; the caller fills the first T rows.
-        x_sf: ``[max_tokens, H / 128]`` fp32 scales with fp8xfp8, else empty.
+        x: ``[max_tokens, H]`` bf16, or e4m3 with mma_type fp8xfp8; the caller fills the first T rows before each
+            forward, on the stream of the call.
+        x_sf: ``[max_tokens, H / 128]`` fp32 scales with fp8xfp8, else empty; filled as x is.
         topk_idx: ``[max_tokens, K]`` int64, global expert ids, -1 masks a slot.
         topk_weights: ``[max_tokens, K]`` fp32.
-        buffer: the bytes that these are views of; None after `destroy`.
+        buffer: the bytes that these are views of; None after `destroy`. x and x_sf of fp8xfp8 are views of those that
+            the other ranks' kernels read, where the fused backend serves the buffer.
     """
 
     def __init__(
@@ -90,12 +92,14 @@ class SymmBuffer:
         self.hidden = hidden
         self.intermediate_hidden = intermediate_hidden
         quantised = mma_type == "fp8xfp8"
+        given = self.moe.given_codes
         parts: dict[str, tuple[torch.dtype, int]] = {
-            "x": (torch.float8_e4m3fn if quantised else torch.bfloat16, hidden),
-            "x_sf": (torch.float32, hidden // SCALE_BLOCK if quantised else 0),
             "topk_idx": (torch.int64, num_topk),
             "topk_weights": (torch.float32, num_topk),
         }
+        if given is None:
+            parts["x"] = (torch.float8_e4m3fn if quantised else torch.bfloat16, hidden)
+            parts["x_sf"] = (torch.float32, hidden // SCALE_BLOCK if quantised else 0)
         sizes = {
             name: num_max_tokens_per_rank * width * dtype.itemsize for name, (dtype, width) in parts.items()
         }
@@ -111,8 +115,8 @@ class SymmBuffer:
             flat = self.buffer[starts[name] : starts[name] + sizes[name]].view(dtype)
             return flat.view(num_max_tokens_per_rank, width)
 
-        self.x: Tensor | None = view("x")
-        self.x_sf: Tensor | None = view("x_sf")
+        self.x: Tensor | None = view("x") if given is None else given.x
+        self.x_sf: Tensor | None = view("x_sf") if given is None else given.x_scales
         self.topk_idx: Tensor | None = view("topk_idx")
         self.topk_weights: Tensor | None = view("topk_weights")
 

@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends import faults, kernel_build, kernel_rank, plan, symmetric
-from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
 from mega_moe._backends.control import Control, LocalControl
 from mega_moe._backends.decide import Verdict
 from mega_moe._backends.plain import PlainExecutor
-from mega_moe._backends.quantize import quantize_rows, quantize_weight, scaled_product
+from mega_moe._backends.quantize import quantize_weight
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
 from mega_moe._backends.staging import TorchStager
-from mega_moe._backends.swiglu import activate, rounded_sigmoid
 from mega_moe._backends.transport import LocalTransport
 from mega_moe._ops import library
 
+from ._fake_arithmetic import BackwardOfCopies, FoundCodes, OfCopies
+
 NOTE = "the backward runs on something else"
+STAGING = 256  # where it begins in the symmetric part
 
 
 class Launch(NamedTuple):
@@ -36,67 +37,6 @@ class Launch(NamedTuple):
     delay_seed: int = 0
     trace: tuple[int, int] = (0, 0)
     saved_rows: int = 0
-
-
-class _OfCopies(ReferenceArithmetic):
-    """The fp8 forward on weights that are e4m3 copies already."""
-
-    def __init__(self, *scales: Tensor) -> None:
-        super().__init__("fp8")
-        self._scales = scales
-
-    def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
-        blocks, start = [], 0
-        for expert, count in enumerate(experts.counts):
-            rows = slice(start, start := start + count)
-            gate_up, down = (
-                (codes[expert], scales[expert])
-                for codes, scales in zip((experts.gate_up, experts.down), self._scales, strict=True)
-            )
-            z = scaled_product((x[0][rows], x[1][rows]), gate_up).bfloat16()
-            h = activate(z, experts.clamp, rounded_sigmoid) * weight[rows, None]
-            blocks.append(scaled_product(quantize_rows(h), down).bfloat16())
-        return torch.cat(blocks)
-
-
-class _BackwardOfCopies(ReferenceArithmetic):
-    """The fp8 backward on e4m3 copies of the weights: all of w_gate_up, and the transposed one of w_down."""
-
-    def __init__(
-        self, gate_up: Tensor, gate_up_t: Tensor, gate_up_sf: Tensor, down_t: Tensor, down_sf: Tensor
-    ):
-        super().__init__("fp8")
-        self._copies = (gate_up, gate_up_t, gate_up_sf, down_t, down_sf)
-        self._expert = -1
-
-    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
-        """Expert by expert, so that `multiply` knows whose copies it reads."""
-        parts, start = [], 0
-        for expert, count in enumerate(experts.counts):
-            rows = slice(start, start := start + count)
-            self._backward = _Copied(*(copy[expert] for copy in self._copies))
-            one = Experts(experts.gate_up[expert][None], experts.down[expert][None], [count], experts.clamp)
-            parts.append(super().backward(x[rows], dy[rows], weight[rows], one, wanted))
-        return RowGrads(
-            *(None if own[0] is None else torch.cat([p for p in own if p is not None]) for own in zip(*parts))
-        )
-
-
-class _Copied:
-    """Products of one expert, known by their extents: I, 2 I and H differ."""
-
-    def __init__(
-        self, gate_up: Tensor, gate_up_t: Tensor, gate_up_sf: Tensor, down_t: Tensor, down_sf: Tensor
-    ):
-        pairs = ((gate_up, gate_up_sf), (gate_up_t, gate_up_sf.T), (down_t, down_sf.T))
-        self._by_extents = {tuple(codes.shape): (codes, scales) for codes, scales in pairs}
-        assert len(self._by_extents) == 3
-
-    def encode(self, value: Tensor, dtype: torch.dtype) -> Payload:
-        return quantize_rows(value)
-
-    def multiply(self, rows: Payload, weight: Tensor) -> Tensor:
-        return scaled_product((rows[0], rows[1]), self._by_extents[tuple(weight.shape)])
 
 
 class FakeKernels:
@@ -124,7 +64,15 @@ class FakeKernels:
         return "control staging home"
 
     def symmetric_layout(self, *arguments: Any) -> list[int]:
-        return [0, 256, 256, 256, 512, 256, 768]
+        max_tokens, top_k, _, hidden = arguments[:4]
+        staging = self.staging_layout(max_tokens, top_k, hidden, True)[-1]
+        return [0, 256, STAGING, staging, STAGING + staging, 256, STAGING + staging + 256]
+
+    def staging_layout(self, max_tokens: int, top_k: int, hidden: int, quantise: bool) -> list[int]:
+        """Of x and its scales; the rest is of no length."""
+        scales = max_tokens * hidden
+        end = scales + max_tokens * (hidden // 128) * 4
+        return [0, scales, end, end, end, -(-end // 256) * 256]
 
     def workspace_parts(self) -> str:
         return "sync x_pool"
@@ -242,16 +190,31 @@ class FakeKernels:
         trace: int,
         trace_bytes: int,
     ) -> None:
-        assert len(buffers) == 1
         assert w_gate_up.dtype == w_down.dtype == torch.float8_e4m3fn
+        for tensor in (topk_idx, topk_weights, w_gate_up, gate_up_scales, w_down, down_scales, y):
+            assert tensor.is_contiguous()
         self._launched(
             Launch("forward fp8", len(x), self._ordering, clamp, num_sms, delay_seed, (trace, trace_bytes)),
             record,
         )
         summary.zero_()
-        request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
-        arithmetic = _OfCopies(gate_up_scales, down_scales)
-        plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
+        if len(buffers) > 1:
+            y.zero_()
+            return
+        hidden, top_k = x.shape[1], topk_idx.shape[1]
+        request = Request(num_experts, max_tokens, top_k, hidden, w_down.shape[2])
+        stager = TorchStager(num_experts)
+        if x.dtype == torch.float8_e4m3fn:
+            staged = buffers[rank] + STAGING
+            assert len(x) == 0 or x.data_ptr() == staged
+            offset = self.staging_layout(max_tokens, top_k, hidden, True)[1]
+            scales = _floats_at(staged + offset, len(x), hidden // 128)
+            stager, x = FoundCodes(num_experts, x, scales), torch.zeros(x.shape, dtype=torch.bfloat16)
+        # As the library counts: behind the words of the call and of its ranks.
+        ids = topk_idx[(topk_idx >= 0) & (topk_idx < num_experts)].long()
+        summary[3 : 3 + num_experts] = torch.bincount(ids, minlength=num_experts)
+        arithmetic = OfCopies(gate_up_scales, down_scales)
+        plain = PlainExecutor(request, arithmetic, stager, LocalControl(), LocalTransport())
         y.copy_(plain.forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp))
 
     def moe_backward(
@@ -362,7 +325,6 @@ class FakeKernels:
         trace: int,
         trace_bytes: int,
     ) -> None:
-        assert len(buffers) == 1
         assert not quantise_gradients
         results = (dx, dtopk, dw_gate_up, dw_down)
         needs = tuple(t.dim() > 1 for t in results)
@@ -376,9 +338,11 @@ class FakeKernels:
         self.quantised_forwards.append(quantise)
         self.needs.append(needs)
         summary.zero_()
+        if len(buffers) > 1:
+            return
         hidden, inner = x.shape[1], w_down_t.shape[1]
         request = Request(num_experts, max_tokens, topk_idx.shape[1], hidden, inner)
-        arithmetic = _BackwardOfCopies(*copies)
+        arithmetic = BackwardOfCopies(*copies)
         plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
         got = plain.backward(
             dy,
@@ -420,6 +384,11 @@ def saved_rows(saved_gate_up: Tensor, w_down: Tensor) -> int:
     assert saved_gate_up.shape[1] == 2 * w_down.shape[2]
     assert saved_gate_up.shape[0] % 128 == 0
     return len(saved_gate_up)
+
+
+def _floats_at(address: int, rows: int, columns: int) -> Tensor:
+    words = (ctypes.c_float * (rows * columns)).from_address(address)
+    return torch.tensor(list(words), dtype=torch.float32).view(rows, columns)
 
 
 class _Stream:

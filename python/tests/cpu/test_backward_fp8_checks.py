@@ -68,6 +68,19 @@ def test_an_error_of_half_the_tolerance_passes(
     judge.assert_right([Gradients(*map(noisy, own)) for own in emulated(layer, dy)])
 
 
+@pytest.mark.parametrize("name", ["dtopk", "dw_gate_up", "dw_down"])
+def test_gradients_of_few_rows_are_judged_too(name: str) -> None:
+    ids = random_ids("random", [7, 3], 2, EXPERTS, CPU)
+    few = _forward.random_layer(ids, _forward.random_experts(CPU, EXPERTS, 512, 256), weights="signed")
+    dy = random_dy(few)
+    judge = _backward_fp8.Judge(few, dy)
+    got = emulated(few, dy)
+    judge.assert_right(got)
+    part(getattr(got[0], name)).mul_(1.3)
+    with pytest.raises(AssertionError, match=f"{name}: .* rows"):
+        judge.assert_right(got)
+
+
 def part(value: Tensor | None) -> Tensor:
     assert value is not None
     return value

@@ -73,7 +73,7 @@ def test_documents_and_plot_come_from_the_results(report: Any, project: Path) ->
         assert document.endswith("\nAfter.\n")
         assert "stale" not in document
     what = "| 30B, T 16384, bf16 | grouped | backward | 10 / 12 | 330 / 275 TF/s"
-    assert f"{what} | 43 % / 40 % | 1512 / 1512 | bfloat16 | n/a |" in text
+    assert f"{what} | 43 % / 40 % | 1512 / 1512 | bfloat16 | n/a | 3.00 |" in text
     assert "| staging fp8, T 16384, H 2048 | - | - | 0.026 (burst) | 3900 GB/s | 91 % |" in text
     assert "windows a figure: 2 burst, 2 sustained." in text
     assert "\n\n- refused: peer pull: 256 MiB: no peer\n" in text

@@ -20,6 +20,7 @@ from mega_moe.bench.protocols import PROTOCOLS, HostTimer
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.schema import CeilingRow, LayerRow, StageRow
 from mega_moe.bench.shapes import SHAPES, Shape
+from mega_moe.bench.suite import Case, Options, run
 
 CPU = Context(torch.device("cpu"), None, 0, 1)
 QUICK = ["--device", "cpu", "--quick", "--shape", "tiny"]
@@ -67,6 +68,27 @@ def test_whole_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [row.outcome.status for row in result.rows if isinstance(row, StageRow)] == ["refused", "refused"]
     assert result.environment.num_ranks == 1
     assert "forward+backward" in capsys.readouterr().out
+
+
+def test_fewer_tokens_are_measured_where_a_shape_has_more() -> None:
+    shape = SHAPES["tiny"]
+    fewer = (shape.default_tokens // 2, shape.default_tokens, 2 * shape.default_tokens)
+    options = Options(
+        parts=("layer",),
+        shapes=(shape,),
+        tokens=None,
+        cases=(Case("bf16", ("grouped",)), *(Case("bf16", ("grouped",), tokens) for tokens in fewer)),
+        directions=("forward",),
+        protocols=(PROTOCOLS["burst"].quick(),),
+        dtype=torch.float32,
+        dw_dtype=None,
+        wheel=None,
+    )
+    rows = run(options, CPU, [], lambda row: None).rows
+    assert [(row.kind, getattr(row, "tokens", None)) for row in rows] == [
+        ("layer", shape.default_tokens),
+        ("layer", shape.default_tokens // 2),
+    ]
 
 
 def test_sustained_window_is_at_least_its_time_on_a_real_clock(tmp_path: Path) -> None:

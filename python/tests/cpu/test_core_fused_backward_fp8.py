@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,31 @@ def test_fp8_bwd_reads_them_in_the_backward_alone(problem: Problem, fake_both: F
     assert fake_both.quantised_forwards == [False]
     with make_buffer(problem, "reference", "fp8_bwd") as buffer:
         want = results(problem, buffer)
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_weights_that_are_not_contiguous_are_read_by_their_copies_alone(
+    problem: Problem, fake_both: FakeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_buffer(problem, "fused", "fp8_bwd") as buffer:
+        want = results(problem, buffer)
+    made: list[tuple[int, ...]] = []
+    backward = KernelBackward.backward
+
+    def seen(self: KernelBackward, dy: torch.Tensor, *given: Any, **options: Any) -> Any:
+        made.extend(value.stride() for value in given[3:5])
+        got = backward(self, dy, *given, **options)
+        assert all(value.is_contiguous() for value in (got[0].dw_gate_up, got[0].dw_down))
+        return got
+
+    monkeypatch.setattr(KernelBackward, "backward", seen)
+    across = dataclasses.replace(
+        problem, w_gate_up=problem.w_gate_up.mT.contiguous().mT, w_down=problem.w_down.mT.contiguous().mT
+    )
+    with make_buffer(across, "fused", "fp8_bwd") as buffer:
+        got = results(across, buffer)
+    assert made == [across.w_gate_up.stride(), across.w_down.stride()]
     for name, a, b in zip(want._fields, got, want, strict=True):
         assert torch.equal(a, b), name
 

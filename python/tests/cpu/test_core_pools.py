@@ -38,7 +38,7 @@ def request(
         (request(tokens=8192), 17 * 8192 * 8 // 32 + 128 * 16),
         (request(tokens=8192, experts=256), 2048 * 32 + 128 * 32),  # 2048 rows an expert
         (request(tokens=8192, top_k=4, experts=64), 32768 + 128 * 8),  # a GPU's fill
-        (request(ranks=32, top_k=16, experts=32, tokens=2000), 128 * 32 * 16 + 128),  # a block of tokens
+        (request(ranks=32, top_k=16, experts=32, tokens=2000), 128 * 32 * 16 + 256),  # a block of tokens
         (request(ranks=1), 16384 * 8 + 128 * 127),  # all that can come
         (request(tokens=1, ranks=1, experts=8, top_k=2), 1024),  # 2 + 8 * 127, padded to 128
     ],
@@ -51,7 +51,7 @@ def test_rows_of_a_chunk(wanted: Request, rows: int) -> None:
 def sweep() -> list[Request]:
     return [
         request(tokens, ranks, local * ranks, top_k)
-        for tokens in (1, 127, 129, 4096, 16384, (1 << 20) - 1)
+        for tokens in (1, 127, 129, 4096, 5000, 7680, 16384, (1 << 20) - 1)
         for ranks in (1, 2, 8, 32)
         for local in (1, 3, 16, 64)
         for top_k in (1, 8, 16)
@@ -78,9 +78,11 @@ def test_a_balanced_routing_is_one_chunk() -> None:
             wanted.num_ranks,
             pool_rows=pool_rows(wanted),
         )
-        limit, most_in_one = shape.chunk_limits()
-        assert limit <= most_in_one
-        assert most_in_one >= wanted.max_tokens_per_rank * wanted.top_k, wanted
+        balanced = wanted.max_tokens_per_rank * wanted.top_k
+        every = balanced * wanted.num_ranks
+        _, most_in_one = shape.chunk_limits()
+        # Routings are even but for some noise.
+        assert most_in_one >= min(every, balanced * 17 // 16), wanted
 
 
 # With the layouts of the library

@@ -14,8 +14,12 @@ import torch
 
 import mega_moe
 from mega_moe import deep_gemm as face
+from mega_moe.deep_gemm import __main__ as report
 from mega_moe.deep_gemm import installing
 
+from ._fake_kernels import FakeKernels, fake_both
+
+_ = fake_both  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore::mega_moe.FallbackWarning")
 
 
@@ -110,6 +114,25 @@ def test_beside_a_real_one_where_bf16_is_served(real: Real, monkeypatch: pytest.
     assert real.fp8_gemm_nt(1) == "fp8_gemm_nt"
 
 
+def test_beside_a_real_one_where_fp8_is_served(
+    real: Real, monkeypatch: pytest.MonkeyPatch, fake_both: FakeKernels
+) -> None:
+    """Buffers, weights and calls in fp8 are this library's; those in bf16 stay the original's."""
+    monkeypatch.setattr(installing, "serves", lambda precision: [] if precision == "fp8" else ["no kernel"])
+    face.install()
+    pair = (torch.zeros(2), torch.zeros(2))
+    buffer = real.get_symm_buffer_for_mega_moe(None, 8, 64, 2, 512, 128, mma_type="fp8xfp8")
+    assert isinstance(buffer, face.SymmBuffer)
+    assert real.transform_weights_for_mega_moe(pair, pair) == (pair, pair)
+    assert real.calls == []
+    with pytest.raises(TypeError, match=r"l1_weights\[0\]: got torch.float32, want torch.float8_e4m3fn"):
+        real.fp8_mega_moe(pair[0], pair, pair, buffer)
+    bf16 = real.get_symm_buffer_for_mega_moe(None, 8, 64, 2, 512, 128, mma_type="bf16xbf16")
+    assert bf16 == "get_symm_buffer_for_mega_moe"
+    assert real.fp8_mega_moe(pair[0], pair, pair, "its own buffer") == "fp8_mega_moe"
+    buffer.destroy()
+
+
 def test_the_number_of_sms_reaches_both(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installing, "serves", lambda precision: [])
     monkeypatch.setattr("mega_moe.deep_gemm.symm_buffer._total_sms", lambda: 132)
@@ -173,3 +196,18 @@ def test_words_that_it_does_not_understand(words: tuple[str, ...], tmp_path: Pat
     done = run(tmp_path, *words)
     assert done.returncode == 2
     assert "usage: python -m mega_moe.deep_gemm SCRIPT" in done.stderr
+    told = [line for line in done.stderr.splitlines() if " on the fused kernels: " in line]
+    assert len(told) == (2 if words == () else 0)
+    assert all("needs an NVIDIA GPU" in line for line in told)
+
+
+def test_the_report_of_a_device_that_serves_fp8_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "serves", lambda precision: [] if precision == "fp8" else ["no kernel"])
+    assert report.main([]) == 2
+    said = capsys.readouterr().err.splitlines()[1:]
+    assert said == [
+        "bf16xbf16: not on the fused kernels: no kernel",
+        "fp8xfp8: served by the fused kernels",
+    ]

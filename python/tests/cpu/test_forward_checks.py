@@ -37,7 +37,7 @@ def test_fast_fp64_is_the_plain_one(clamp: float | None) -> None:
 
 # Extents at which a check takes less than a second here, by module.
 SMALL: dict[ModuleType, dict[str, Any]] = {
-    test_forward_values: dict(FEW=160, TOKENS=(0, 1, 63, 64, 65, 200), LARGEST=512),
+    test_forward_values: dict(FEW=200, TOKENS=(0, 1, 63, 64, 65, 200), LARGEST=512),
     test_forward_inputs: {},
     test_forward_batch: dict(FEW=130, MANY=300, BLOCKS=8),
     test_forward_repeat: dict(MOST=150, STEPS=20, FEW=130, SEEDS=5),
@@ -72,6 +72,7 @@ CHECKS = {
         ("masked slot taken", "weight missing", "rows swapped", "stale result"),
     ),
     "routing in chunks": Check(values, values.test_any_routing, (1, "many chunks"), ("chunk lost",)),
+    "routing in both pools": Check(values, values.test_any_routing, (1, "both pools"), ("second pool lost",)),
     "hidden": Check(values, values.test_every_extent, ("hidden", 2), ("token lost",)),
     "intermediate": Check(values, values.test_every_extent, ("intermediate", 1), ("row dropped",)),
     "384 experts": Check(values, values.test_many_experts_of_one_rank, (384,), ("row dropped",)),

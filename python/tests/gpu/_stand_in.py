@@ -134,7 +134,9 @@ class StandIn:
     def _spoil_results(self, layer: Layer, results: list[Tensor], delay_seed: int) -> None:
         y = results[0]
         s = self.shape
-        many_chunks = s.chunk_limits()[1] < s.max_tokens * s.num_ranks * s.top_k
+        limit, most_in_one = s.chunk_limits()
+        rows = s.max_tokens * s.num_ranks * s.top_k
+        lost = {"chunk lost": most_in_one < rows, "second pool lost": limit < rows <= most_in_one}
         ulp = {
             "ulp in a repeat": self._calls % 5 == 2,
             "ulp with few SMs": self._num_sms == 2,
@@ -148,7 +150,7 @@ class StandIn:
             y.view(torch.int16)[0, -1] ^= 1
         elif self.fault == "token lost":
             results[-1][-1:] = 0
-        elif self.fault == "chunk lost" and many_chunks:
+        elif lost.get(self.fault or ""):
             y[128:] = 0
         elif self.fault == "stale result" and self._calls % 2 == 0 and self._before[0].shape == y.shape:
             y.copy_(self._before[0])

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mega_moe._backends.kernel_backward import Gradients
 
-from ._backward import assert_right, assert_same_bits, random_dy
+from ._backward import assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
 from ._forward_ranks import pool_of, shape_of
+from ._precision import PRECISIONS, assert_gradients_right, hidden_of
 from ._virtual import random_ids
 from ._waits import synchronising_is_an_error
 from .test_forward_launch import layers_of
@@ -56,6 +57,7 @@ def bits(value: Tensor) -> Tensor:
     return value.view(torch.int16 if value.element_size() == 2 else torch.int32)
 
 
+@PRECISIONS
 @pytest.mark.parametrize(
     ("tokens", "chunks"),
     [
@@ -65,12 +67,12 @@ def bits(value: Tensor) -> Tensor:
         pytest.param([512, 100, 0, 513], "many chunks", id="4"),
     ],
 )
-def test_replays(cuda_device: torch.device, tokens: list[int], chunks: str) -> None:
+def test_replays(cuda_device: torch.device, precision: str, tokens: list[int], chunks: str) -> None:
     """Captured once, with a T for each rank; new inputs for every replay, without a wait in between."""
     layers = layers_of(cuda_device, tokens)
     dys = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
     pool = pool_of(chunks, shape_of(layers[0]))
-    ranks = new_backward_ranks(cuda_device, layers[0], pool_rows=pool)
+    ranks = new_backward_ranks(cuda_device, layers[0], pool_rows=pool, precision=precision)
     want = []
     for layer, dy in zip(layers, dys):
         y, gradients = ranks.forward(layer), ranks.backward(layer, dy)
@@ -103,10 +105,11 @@ def test_replays(cuda_device: torch.device, tokens: list[int], chunks: str) -> N
     ranks.check()
 
 
-def test_nothing_waits_for_the_device(cuda_device: torch.device) -> None:
+@PRECISIONS
+def test_nothing_waits_for_the_device(cuda_device: torch.device, precision: str) -> None:
     (layer,) = layers_of(cuda_device, [500], ("random",))
     dy = random_dy(layer)
-    ranks = new_backward_ranks(cuda_device, layer)
+    ranks = new_backward_ranks(cuda_device, layer, precision=precision)
     want = ranks.backward(layer, dy)
     with synchronising_is_an_error():
         got = ranks.start_backward(layer, dy)
@@ -114,8 +117,9 @@ def test_nothing_waits_for_the_device(cuda_device: torch.device) -> None:
     assert_same_bits(got, want, "while waiting was an error")
 
 
+@PRECISIONS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_layers_of_other_weights_alternate(cuda_device: torch.device, num_ranks: int) -> None:
+def test_layers_of_other_weights_alternate(cuda_device: torch.device, precision: str, num_ranks: int) -> None:
     """Forward and backward of three layers, each with experts of its own, in turn on one buffer, without a wait."""
     tokens = [400 - 30 * rank for rank in range(num_ranks)]
     layers = [
@@ -128,11 +132,11 @@ def test_layers_of_other_weights_alternate(cuda_device: torch.device, num_ranks:
         for seed in range(3)
     ]
     dys = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
-    ranks = new_backward_ranks(cuda_device, layers[0])
+    ranks = new_backward_ranks(cuda_device, layers[0], precision=precision)
     y = [ranks.forward(layer) for layer in layers]
     gradients = [ranks.backward(layer, dy) for layer, dy in zip(layers, dys)]
     for layer, dy, own in zip(layers, dys, gradients):
-        assert_right(layer, dy, own)
+        assert_gradients_right(layer, dy, own, precision)
     for step in range(12):
         forward, backward = step % 3, (step // 3 + step) % 3
         ranks.have_room(layers[0])
@@ -145,23 +149,24 @@ def test_layers_of_other_weights_alternate(cuda_device: torch.device, num_ranks:
     ranks.check()
 
 
+@PRECISIONS
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_two_buffers_alternate(cuda_device: torch.device, num_ranks: int) -> None:
+def test_two_buffers_alternate(cuda_device: torch.device, precision: str, num_ranks: int) -> None:
     """Of different extents; one runs forward while the other runs backward, one after the other without a wait."""
     layers = [
         layers_of(cuda_device, [300 - 20 * rank for rank in range(num_ranks)], ("random",))[0],
         random_layer(
             random_ids("random", [200 + 30 * rank for rank in range(num_ranks)], 3, 8, cuda_device),
-            random_experts(cuda_device, 8, 768, 128),
+            random_experts(cuda_device, 8, hidden_of(precision, 768), 128),
         ),
     ]
     dys = [random_dy(layer) for layer in layers]
-    buffers = [new_backward_ranks(cuda_device, layer) for layer in layers]
+    buffers = [new_backward_ranks(cuda_device, layer, precision=precision) for layer in layers]
     want = [
         (ranks.forward(layer), ranks.backward(layer, dy)) for ranks, layer, dy in zip(buffers, layers, dys)
     ]
     for layer, dy, (_, gradients) in zip(layers, dys, want):
-        assert_right(layer, dy, gradients)
+        assert_gradients_right(layer, dy, gradients, precision)
     for step in range(20):
         a, b = step % 2, (step + 1) % 2
         for ranks, layer in zip(buffers, layers):
@@ -176,11 +181,12 @@ def test_two_buffers_alternate(cuda_device: torch.device, num_ranks: int) -> Non
         ranks.check()
 
 
-def test_occupied_sms_only_delay(cuda_device: torch.device) -> None:
+@PRECISIONS
+def test_occupied_sms_only_delay(cuda_device: torch.device, precision: str) -> None:
     """Another stream keeps one SM for a quarter of a second, and then all of them with products in a row."""
     (layer,) = layers_of(cuda_device, [2000], ("random",))
     dy = random_dy(layer)
-    ranks = new_backward_ranks(cuda_device, layer)
+    ranks = new_backward_ranks(cuda_device, layer, precision=precision)
     want = ranks.backward(layer, dy)
     side = torch.cuda.Stream()
     square = torch.randn(4096, 4096, device=cuda_device, dtype=torch.bfloat16)
@@ -205,14 +211,16 @@ def test_occupied_sms_only_delay(cuda_device: torch.device) -> None:
     ranks.check()
 
 
-def test_late_rank_is_waited_for(cuda_device: torch.device) -> None:
+@PRECISIONS
+def test_late_rank_is_waited_for(cuda_device: torch.device, precision: str) -> None:
     """Later than the progress limit, earlier than the arrival limit: the result is right."""
     (layer,) = layers_of(cuda_device, [300, 200], ("random",))
     dy = random_dy(layer)
-    shape = replace(shape_of(layer), backward=True)
+    quantise = precision == "fp8"
+    shape = replace(shape_of(layer, quantise=quantise), backward=True, quantise_backward=quantise)
     ranks = BackwardRanks(cuda_device, shape, arrival=20.0, progress=0.3)
     want = ranks.backward(layer, dy)
-    assert_right(layer, dy, want)
+    assert_gradients_right(layer, dy, want, precision)
     for late in (0, 1):
         ranks.have_room_for_gradients(layer, torch.bfloat16)
         got: dict[int, Gradients] = {}
@@ -225,12 +233,13 @@ def test_late_rank_is_waited_for(cuda_device: torch.device) -> None:
     ranks.check()
 
 
-def test_weights_gradients_may_differ_between_ranks(cuda_device: torch.device) -> None:
+@PRECISIONS
+def test_weights_gradients_may_differ_between_ranks(cuda_device: torch.device, precision: str) -> None:
     """One rank adds into fp32 buffers, one overwrites in bf16, one has frozen experts: each gets its own bits."""
     tokens = [300, 200, 100, 250]
     (layer,) = layers_of(cuda_device, tokens, ("random",))
     dy = random_dy(layer)
-    ranks = new_backward_ranks(cuda_device, layer)
+    ranks = new_backward_ranks(cuda_device, layer, precision=precision)
     bf16, fp32 = ranks.backward(layer, dy), ranks.backward(layer, dy, dw_dtype=torch.float32)
     into = tuple(torch.zeros_like(own, dtype=torch.float32) for own in layer.experts(0))
     ranks.have_room_for_gradients(layer, torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from . import _backward_fp8
 from ._backward import assert_right, assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer
@@ -17,34 +18,46 @@ pytestmark = pytest.mark.timeout(120, method="thread")
 
 FEW, REPEATS, SEEDS = 700, 100, 30
 CHUNKS = pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
+NO_FP8 = _backward_fp8.why_no_kernel()
+FP8 = pytest.param("fp8", marks=pytest.mark.skipif(NO_FP8 is not None, reason=str(NO_FP8)))
+PRECISIONS = pytest.mark.parametrize("precision", ["bf16", FP8])
 
 
-def made(device: torch.device, num_ranks: int, chunks: str) -> tuple[list[Layer], BackwardRanks]:
+def made(
+    device: torch.device, num_ranks: int, chunks: str, precision: str
+) -> tuple[list[Layer], BackwardRanks]:
     layers = layers_of(device, num_ranks, FEW)
     pool = pool_of(chunks, shape_of(layers[0]))
-    return layers, new_backward_ranks(device, layers[0], pool_rows=pool)
+    return layers, new_backward_ranks(device, layers[0], pool_rows=pool, precision=precision)
 
 
+@PRECISIONS
 @CHUNKS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_smoke_what_memory_held_before(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
-    layers, ranks = made(cuda_device, num_ranks, chunks)
+def test_smoke_what_memory_held_before(
+    cuda_device: torch.device, num_ranks: int, chunks: str, precision: str
+) -> None:
+    layers, ranks = made(cuda_device, num_ranks, chunks, precision)
     for seed, layer in enumerate(layers):
         dy, want = random_dy(layer, seed), None
         for word in (NAN, HUGE, NUMBER):
             ranks.poison(word)
             got = ranks.backward(layer, dy)
             if want is None:
-                assert_right(layer, dy, got)
+                if precision == "fp8":
+                    _backward_fp8.Judge(layer, dy).assert_right(got)
+                else:
+                    assert_right(layer, dy, got)
                 want = got
             assert_same_bits(got, want, f"layer {seed}, memory of {word:#x}")
     ranks.check()
 
 
+@PRECISIONS
 @CHUNKS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_repeats(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
-    layers, ranks = made(cuda_device, num_ranks, chunks)
+def test_repeats(cuda_device: torch.device, num_ranks: int, chunks: str, precision: str) -> None:
+    layers, ranks = made(cuda_device, num_ranks, chunks, precision)
     dy = random_dy(layers[0])
     want = ranks.backward(layers[0], dy)
     for step in range(REPEATS):
@@ -52,11 +65,12 @@ def test_repeats(cuda_device: torch.device, num_ranks: int, chunks: str) -> None
     ranks.check()
 
 
+@PRECISIONS
 @CHUNKS
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
+def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str, precision: str) -> None:
     """Pauses at random places of the communication, any number of SMs: orders that a quiet GPU never shows."""
-    layers, ranks = made(cuda_device, num_ranks, chunks)
+    layers, ranks = made(cuda_device, num_ranks, chunks, precision)
     layers = layers[:2]
     dy = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
     want = [ranks.backward(layer, own) for layer, own in zip(layers, dy)]
@@ -70,10 +84,14 @@ def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     ranks.check()
 
 
+@PRECISIONS
 @CHUNKS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_both_directions_on_one_buffer(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
-    layers, ranks = made(cuda_device, num_ranks, chunks)
+def test_both_directions_on_one_buffer(
+    cuda_device: torch.device, num_ranks: int, chunks: str, precision: str
+) -> None:
+    """In fp8 the forward stages x as e4m3 where the backward stages it in bf16."""
+    layers, ranks = made(cuda_device, num_ranks, chunks, precision)
     dy = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
     y = [ranks.forward(layer) for layer in layers]
     gradients = [ranks.backward(layer, own) for layer, own in zip(layers, dy)]

@@ -13,23 +13,27 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ._backward import assert_right, assert_same_bits, exact_gradients, random_dy
+from ._backward import assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
-from ._forward import assert_right as assert_y_right
 from ._forward import assert_same_bits as assert_same_y
 from ._forward_ranks import pool_of, shape_of
+from ._precision import FP8, assert_gradients_right, assert_y_right
 from ._virtual import HUGE, NAN
 from .test_forward_values import KINDS, ids_of
 
 DEFAULT_S, MOST_S = 60.0, 240.0
 CASES = [
-    (1, "one chunk"),
-    (1, "many chunks"),
-    (2, "one chunk"),
-    (2, "many chunks"),
-    (4, "many chunks"),
-    (8, "one chunk"),
+    ("bf16", 1, "one chunk"),
+    ("bf16", 1, "many chunks"),
+    ("bf16", 2, "one chunk"),
+    ("bf16", 2, "many chunks"),
+    ("bf16", 4, "many chunks"),
+    ("bf16", 8, "one chunk"),
+    ("fp8", 1, "many chunks"),
+    ("fp8", 2, "one chunk"),
+    ("fp8", 4, "many chunks"),
+    ("fp8", 8, "one chunk"),
 ]
 MOST, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 400, 16, 4, 512, 384
 
@@ -80,15 +84,15 @@ def draw(
     )
 
 
-def check(ranks: BackwardRanks, step: Step, what: str) -> None:
-    """Both directions against fp64; then, in another order, with delays and few SMs, in the same bits."""
+def check(ranks: BackwardRanks, step: Step, what: str, precision: str = "bf16") -> None:
+    """Both directions against what judges them; then, in another order, with delays and few SMs, in the same bits."""
     layer, dy, options = step.layer, step.dy, {"needs": step.needs, "dw_dtype": step.dw_dtype}
     everything = ranks.kernels[0].num_sms
     y = ranks.forward(layer)
     gradients = ranks.backward(layer, dy, **options)
     try:
-        assert_y_right(layer, y)
-        assert_right(layer, dy, gradients, exact_gradients(layer, dy))
+        assert_y_right(layer, y, precision)
+        assert_gradients_right(layer, dy, gradients, precision)
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from error
     if step.word is not None:
@@ -100,19 +104,23 @@ def check(ranks: BackwardRanks, step: Step, what: str) -> None:
     ranks.use_sms(everything)
 
 
-@pytest.mark.parametrize(("num_ranks", "chunks"), CASES)
-def test_soak(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "num_ranks", "chunks"),
+    [pytest.param(*case, marks=FP8.marks if case[0] == "fp8" else ()) for case in CASES],
+)
+def test_soak(cuda_device: torch.device, precision: str, num_ranks: int, chunks: str) -> None:
     experts = random_experts(cuda_device, EXPERTS, HIDDEN, INTERMEDIATE)
     largest = random_layer(ids_of("random", [MOST] * num_ranks, TOP_K, EXPERTS, cuda_device), experts)
     pool = pool_of(chunks, shape_of(largest))
-    ranks = new_backward_ranks(cuda_device, largest, pool_rows=pool)
+    ranks = new_backward_ranks(cuda_device, largest, pool_rows=pool, precision=precision)
     end, number = time.monotonic() + seconds(), 0
     while number == 0 or time.monotonic() < end:
         check(
             ranks,
             draw(number, num_ranks, cuda_device, experts),
-            f"{num_ranks} ranks, {chunks}, call {number}",
+            f"{precision}, {num_ranks} ranks, {chunks}, call {number}",
+            precision,
         )
         ranks.check()
         number += 1
-    print(f"soak: {number} calls of each direction with {num_ranks} ranks, {chunks}")
+    print(f"soak: {number} calls of each direction in {precision} with {num_ranks} ranks, {chunks}")

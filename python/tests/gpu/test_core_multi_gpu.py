@@ -9,5 +9,6 @@ from ._torchrun import check_ranks, most_ranks
 
 
 @pytest.mark.multi_gpu
-def test_ranks_of_one_host(cuda_devices: list[torch.device]) -> None:
-    check_ranks("fused_ranks.py", "steps right", most_ranks(len(cuda_devices)))
+@pytest.mark.parametrize("script", ["fused_ranks.py", "face_ranks.py"])
+def test_ranks_of_one_host(script: str, cuda_devices: list[torch.device]) -> None:
+    check_ranks(script, "steps right", most_ranks(len(cuda_devices)))

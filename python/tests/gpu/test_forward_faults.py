@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from mega_moe import MegaMoEError, PeerError, RankTimeoutError
+from mega_moe._backends.weight_copies import WeightCopy
 
-from ._forward import Layer, assert_right, assert_same_bits, random_experts, random_layer
+from ._forward import Layer, assert_same_bits, random_experts, random_layer
 from ._forward_ranks import ForwardRanks, shape_of
+from ._precision import FP8, PRECISIONS, assert_y_right
 from ._virtual import random_ids
 
 pytestmark = pytest.mark.timeout(60, method="thread")
@@ -25,9 +27,10 @@ def layer_of(device: torch.device, num_ranks: int) -> Layer:
 
 
 def ranks_of(
-    device: torch.device, layer: Layer, arrival: float = 20.0, progress: float = 20.0
+    device: torch.device, layer: Layer, precision: str, arrival: float = 20.0, progress: float = 20.0
 ) -> ForwardRanks:
-    ranks = ForwardRanks(device, shape_of(layer), arrival=arrival, progress=progress)
+    shape = shape_of(layer, quantise=precision == "fp8")
+    ranks = ForwardRanks(device, shape, arrival=arrival, progress=progress)
     ranks.have_room(layer)
     return ranks
 
@@ -37,19 +40,26 @@ def start(ranks: ForwardRanks, rank: int, layer: Layer) -> Tensor:
         return ranks.start(rank, layer)[0]
 
 
+def settle() -> None:
+    """Launches that were started are on the device. The routing kernel takes SMs one by one: where it came first, two
+    of a cluster might no longer be found for all of a forward, until one of the two gives up."""
+    time.sleep(0.1)
+
+
 def all_nan(y: Tensor) -> bool:
     torch.cuda.synchronize()
     return bool(y.isnan().all())
 
 
+@PRECISIONS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("bad", [EXPERTS, -2, 2**31 - 1])
-def test_smoke_bad_id(cuda_device: torch.device, num_ranks: int, bad: int) -> None:
+def test_smoke_bad_id(cuda_device: torch.device, precision: str, num_ranks: int, bad: int) -> None:
     """The rank's y is NaN, its next call or check raises, the others' results stand, and nobody is out of step."""
     layer = layer_of(cuda_device, num_ranks)
-    ranks = ranks_of(cuda_device, layer)
+    ranks = ranks_of(cuda_device, layer, precision)
     want = ranks.forward(layer)
-    assert_right(layer, want)
+    assert_y_right(layer, want, precision)
     wrong = layer.rows([slice(None)] * num_ranks)
     wrong.ids[-1] = wrong.ids[-1].clone()
     wrong.ids[-1][7, 2] = bad
@@ -72,11 +82,12 @@ def test_smoke_bad_id(cuda_device: torch.device, num_ranks: int, bad: int) -> No
     ranks.check()
 
 
-def test_bad_id_of_a_token_without_experts(cuda_device: torch.device) -> None:
+@PRECISIONS
+def test_bad_id_of_a_token_without_experts(cuda_device: torch.device, precision: str) -> None:
     """Every row of y is NaN, whoever would have written it."""
     layer = layer_of(cuda_device, 1)
     layer.ids[0][::2] = -1
-    ranks = ranks_of(cuda_device, layer)
+    ranks = ranks_of(cuda_device, layer, precision)
     ranks.forward(layer)
     layer.ids[0][0, 0] = EXPERTS
     assert all_nan(ranks.forward(layer)[0])
@@ -84,16 +95,18 @@ def test_bad_id_of_a_token_without_experts(cuda_device: torch.device) -> None:
         ranks.kernels[0].check()
 
 
+@PRECISIONS
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("told", [TOKENS + 1, 1])
-def test_smoke_refused_call(cuda_device: torch.device, num_ranks: int, told: int) -> None:
+def test_smoke_refused_call(cuda_device: torch.device, precision: str, num_ranks: int, told: int) -> None:
     """Of one rank, for too many tokens or for another reason: the others raise it, and the next call works on all."""
     layer = layer_of(cuda_device, num_ranks)
-    ranks = ranks_of(cuda_device, layer)
+    ranks = ranks_of(cuda_device, layer, precision)
     want = ranks.forward(layer)
     ranks.have_room(layer)
     for refuses in (0, num_ranks - 1):
         y = {rank: start(ranks, rank, layer) for rank in range(num_ranks) if rank != refuses}
+        settle()
         with ranks.on(refuses):
             ranks.kernels[refuses].refuse(told)
         torch.cuda.synchronize()
@@ -106,12 +119,13 @@ def test_smoke_refused_call(cuda_device: torch.device, num_ranks: int, told: int
         ranks.check()
 
 
+@PRECISIONS
 @pytest.mark.parametrize("num_ranks", [2, 8])
-def test_missing_rank(cuda_device: torch.device, num_ranks: int) -> None:
+def test_missing_rank(cuda_device: torch.device, precision: str, num_ranks: int) -> None:
     """The others raise after the arrival limit and name it, the late one learns of it, the buffer is lost, and the
     process goes on with another one."""
     layer = layer_of(cuda_device, num_ranks)
-    ranks = ranks_of(cuda_device, layer, arrival=0.5)
+    ranks = ranks_of(cuda_device, layer, precision, arrival=0.5)
     want = ranks.forward(layer)
     ranks.have_room(layer)
     missing = num_ranks - 1
@@ -130,18 +144,20 @@ def test_missing_rank(cuda_device: torch.device, num_ranks: int) -> None:
     with pytest.raises(PeerError, match=rf"gave up waiting \(arrival limit\) for rank {missing} to launch"):
         ranks.kernels[missing].check()
     assert time.monotonic() - began < 10
-    assert_same_bits(ranks_of(cuda_device, layer).forward(layer), want, "a new buffer")
+    assert_same_bits(ranks_of(cuda_device, layer, precision).forward(layer), want, "a new buffer")
 
 
+@PRECISIONS
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_rank_that_only_routes(cuda_device: torch.device, num_ranks: int) -> None:
+def test_rank_that_only_routes(cuda_device: torch.device, precision: str, num_ranks: int) -> None:
     """All are told at once, and by no time limit."""
     layer = layer_of(cuda_device, num_ranks)
-    ranks = ranks_of(cuda_device, layer, progress=30.0)
+    ranks = ranks_of(cuda_device, layer, precision, progress=30.0)
     ranks.forward(layer)
     torch.cuda.synchronize()
     began = time.monotonic()
     y = [start(ranks, rank, layer) for rank in range(num_ranks - 1)]
+    settle()
     with ranks.on(num_ranks - 1):
         ranks.routers[-1].route(layer.ids[-1], layer.weights[-1])
     torch.cuda.synchronize()
@@ -155,7 +171,7 @@ def test_rank_that_only_routes(cuda_device: torch.device, num_ranks: int) -> Non
 def test_arguments_are_refused_before_the_launch(cuda_device: torch.device) -> None:
     """By name, got and wanted; the buffer is as before."""
     layer = layer_of(cuda_device, 1)
-    ranks = ranks_of(cuda_device, layer)
+    ranks = ranks_of(cuda_device, layer, "bf16")
     want = ranks.forward(layer)
     x, ids, weights = layer.x[0], layer.ids[0], layer.weights[0]
     off_by_one = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
@@ -183,5 +199,34 @@ def test_arguments_are_refused_before_the_launch(cuda_device: torch.device) -> N
     with pytest.raises(RuntimeError, match=f"num_sms is {have + 2}"):
         start(ranks, 0, layer)
     ranks.use_sms(have)
+    assert_same_bits(ranks.forward(layer), want, "after refusals")
+    ranks.check()
+
+
+@pytest.mark.parametrize("precision", [FP8])
+def test_arguments_of_fp8_are_refused_before_the_launch(cuda_device: torch.device, precision: str) -> None:
+    """As above: of the copies and their scales."""
+    layer = layer_of(cuda_device, 1)
+    ranks = ranks_of(cuda_device, layer, precision)
+    want = ranks.forward(layer)
+    x, ids, weights = layer.x[0], layer.ids[0], layer.weights[0]
+    gate_up, down = ranks.weights(0, layer)
+    assert isinstance(gate_up, WeightCopy)
+    assert isinstance(down, WeightCopy)
+    assert gate_up.codes is not None
+    assert down.codes is not None
+    forward = ranks.forwards[0].forward
+    for arguments, name in (
+        ((x[:, :256].contiguous(), ids, weights, gate_up, down), r"\bhidden\b.*512"),
+        ((x.float(), ids, weights, gate_up, down), r"\bx\b.*bfloat16 or float8_e4m3fn"),
+        ((x, ids, weights, gate_up._replace(codes=gate_up.codes[:-1]), down), "w_gate_up"),
+        ((x, ids, weights, gate_up._replace(codes=layer.gate_up), down), "w_gate_up.*float8_e4m3fn"),
+        ((x, ids, weights, gate_up._replace(scales=gate_up.scales[:, 1:]), down), "gate_up_sf"),
+        ((x, ids, weights, gate_up, down._replace(scales=down.scales.double())), "down_sf.*float32"),
+        ((x, ids, weights, gate_up, down._replace(scales=down.scales.transpose(1, 2))), "down_sf"),
+        ((x, ids, weights, gate_up, down._replace(codes=down.codes[:, 1:])), "w_down"),
+    ):
+        with pytest.raises(RuntimeError, match=name):
+            forward(*arguments)
     assert_same_bits(ranks.forward(layer), want, "after refusals")
     ranks.check()

@@ -23,61 +23,65 @@ from mega_moe.bench.trace_check import order_faults, tile_faults
 from mega_moe.bench.trace_kinds import KINDS, ROLES, State
 from mega_moe.bench.trace_summary import summarise
 
-from .test_trace_gpu import CASES as OF_FORWARD
-from .test_trace_gpu import events, recorded
+from ._precision import FP8, PRECISIONS
+from .test_trace_gpu import OPTIONS as OF_FORWARD
+from .test_trace_gpu import SMALL, events, recorded
 
-CASES = {
+OPTIONS = {
     **{name: replace(options, direction="backward") for name, options in OF_FORWARD.items()},
     # More rows of an expert than one part of its gradients.
     "parts": Options(Shape("parts", 256, 128, 1, 1, 0), 20000, 1, "backward"),
+    "fp8, parts": Options(Shape("parts", 512, 128, 1, 1, 0), 20000, 1, "backward", precision="fp8"),
 }
+CASES = [pytest.param(name, marks=FP8.marks) if name.startswith("fp8") else name for name in OPTIONS]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_product_is_made_once(case: str, cuda_device: torch.device) -> None:
-    got = recorded(CASES[case], cuda_device)
+    got = recorded(OPTIONS[case], cuda_device)
     assert got.trace.full_lanes == ()
     assert got.trace.malformed == 0
     assert tile_faults(got.trace, got.wanted.tiles) == []
     assert {KINDS[tile[1]].part for tile in got.wanted.tiles} == {"dz", "dx", "gradient"}
     # Two warpgroups, both weights, one column of tiles of each where the extents are 256 and 128.
     gradients = [count for tile, count in got.wanted.tiles.items() if KINDS[tile[1]].part == "gradient"]
-    assert (max(gradients) > 4) == (case == "parts")
+    assert (max(gradients) > 4) == case.endswith(("parts", "many chunks"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_loads_begin_after_the_epilogues_of_their_rows(case: str, cuda_device: torch.device) -> None:
-    got = recorded(CASES[case], cuda_device)
+    got = recorded(OPTIONS[case], cuda_device)
     for part in ("dz", "dx", "gradient"):
         assert events(got.trace, State.EPILOGUE, part) == events(got.trace, State.PRODUCTS, part) > 0
-    assert bool(got.wanted.whole) == (case != "parts")
+    assert bool(got.wanted.whole) == (not case.endswith("parts"))
     assert order_faults(got.trace, got.wanted.whole) == []
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_events_of_a_lane_follow_one_another(case: str, cuda_device: torch.device) -> None:
-    got = recorded(CASES[case], cuda_device)
+    got = recorded(OPTIONS[case], cuda_device)
     trace = got.trace
     for cta in range(len(trace.ctas)):
         for role in range(len(ROLES)):
             lane = (trace.cta == cta) & (trace.role == role)
             start, end = trace.start[lane], trace.end[lane]
             assert bool((start[1:] >= end[:-1]).all()), f"CTA {trace.ctas[cta]} {ROLES[role]}"
-    assert len(trace.ctas) == got.num_sms * CASES[case].num_ranks
+    assert len(trace.ctas) == got.num_sms * OPTIONS[case].num_ranks
     summary = summarise(trace)
     assert summary.products is not None
     # The kernel lies between the events that timed it; the two clocks differ by less than that.
     assert 0 < summary.kernel_us <= got.traced_us * 1.1 + 5
 
 
+@PRECISIONS
 def test_tool_from_end_to_end(
-    cuda_device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cuda_device: torch.device, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "t"
-    words = ["--device", "cuda", "--shape", "tiny", "--tokens", "512", "--direction", "backward"]
-    assert main([*words, "--trace", str(out)]) == 0
+    words = ["--device", "cuda", "--shape", SMALL[precision], "--tokens", "512", "--precision", precision]
+    assert main([*words, "--direction", "backward", "--trace", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "tiny backward, T=512" in said
+    assert f"{SMALL[precision]} {precision} backward, T=512" in said
     assert "schedule: right, each of " in said
     assert Path(f"{out}.json").stat().st_size > 0
     assert Path(f"{out}.png").is_file() is (importlib.util.find_spec("matplotlib") is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 # As in the tool: streams of ranks that share a GPU need hardware queues of their own.
@@ -21,7 +22,9 @@ from mega_moe.bench.trace_kinds import KINDS, ROLES, State
 from mega_moe.bench.trace_run import Recorded, record, why_no_trace
 from mega_moe.bench.trace_summary import summarise
 
-CASES = {
+from ._precision import FP8, PRECISIONS, hidden_of
+
+_BF16 = {
     # Odd numbers of column blocks, so that the last cluster of an expert has a CTA without a tile.
     "odd columns": Options(Shape("odd columns", 768, 384, 16, 4, 0), 1000, 1),
     "few rows": Options(Shape("few rows", 256, 128, 8, 2, 0), 3, 1),
@@ -30,6 +33,19 @@ CASES = {
     "two ranks": Options(Shape("two ranks", 512, 256, 16, 4, 0), 700, 2),
     "eight ranks": Options(Shape("eight ranks", 256, 256, 64, 8, 0), 512, 8),
 }
+# The same tiles in e4m3, of the next H that its kernels take.
+_FP8 = {
+    f"fp8, {name}": replace(
+        options,
+        shape=replace(options.shape, hidden=hidden_of("fp8", options.shape.hidden)),
+        precision="fp8",
+    )
+    for name, options in _BF16.items()
+}
+CASES = [*_BF16, *(pytest.param(name, marks=FP8.marks) for name in _FP8)]
+OPTIONS = _BF16 | _FP8
+# Known to the tool, and of an H that the precision's kernels take.
+SMALL = {"bf16": "tiny", "fp8": "30B"}
 
 
 @functools.cache
@@ -46,18 +62,18 @@ def events(trace: Trace, state: State, part: str) -> int:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tile_has_products_once(case: str, cuda_device: torch.device) -> None:
-    got = recorded(CASES[case], cuda_device)
+    got = recorded(OPTIONS[case], cuda_device)
     assert got.trace.full_lanes == ()
     assert got.trace.malformed == 0
     assert got.wanted.products() > 0
     assert tile_faults(got.trace, got.wanted.tiles) == []
     chunks = {tile[2] for tile in got.wanted.tiles}
-    assert (len(chunks) > 1) == (case == "many chunks")
+    assert (len(chunks) > 1) == case.endswith("many chunks")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_down_tiles_begin_after_the_epilogues_of_their_rows(case: str, cuda_device: torch.device) -> None:
-    got = recorded(CASES[case], cuda_device)
+    got = recorded(OPTIONS[case], cuda_device)
     assert events(got.trace, State.EPILOGUE, "gate/up") == events(got.trace, State.PRODUCTS, "gate/up")
     assert events(got.trace, State.PRODUCTS, "down") > 0
     assert order_faults(got.trace) == []
@@ -65,7 +81,7 @@ def test_down_tiles_begin_after_the_epilogues_of_their_rows(case: str, cuda_devi
 
 @pytest.mark.parametrize("case", CASES)
 def test_events_of_a_lane_follow_one_another(case: str, cuda_device: torch.device) -> None:
-    trace = recorded(CASES[case], cuda_device).trace
+    trace = recorded(OPTIONS[case], cuda_device).trace
     for cta in range(len(trace.ctas)):
         for role in range(len(ROLES)):
             lane = (trace.cta == cta) & (trace.role == role)
@@ -75,8 +91,8 @@ def test_events_of_a_lane_follow_one_another(case: str, cuda_device: torch.devic
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_cta_routes_once_and_rows_move(case: str, cuda_device: torch.device) -> None:
-    got = recorded(CASES[case], cuda_device)
-    options, trace = CASES[case], got.trace
+    got = recorded(OPTIONS[case], cuda_device)
+    options, trace = OPTIONS[case], got.trace
     assert len(trace.ctas) == got.num_sms * options.num_ranks
     routing = trace.where([kind for kind in KINDS.values() if kind.part == "routing"])
     assert sorted(trace.cta[routing].tolist()) == list(range(len(trace.ctas)))
@@ -97,11 +113,13 @@ def test_every_cta_routes_once_and_rows_move(case: str, cuda_device: torch.devic
     assert 0 < summary.kernel_us <= got.traced_us * 1.1 + 5
 
 
+@PRECISIONS
 def test_tool_from_end_to_end(
-    cuda_device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cuda_device: torch.device, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "t"
-    assert main(["--device", "cuda", "--shape", "tiny", "--tokens", "512", "--trace", str(out)]) == 0
+    words = ["--device", "cuda", "--shape", SMALL[precision], "--tokens", "512", "--precision", precision]
+    assert main([*words, "--trace", str(out)]) == 0
     said = capsys.readouterr().out
     assert "schedule: right, each of " in said
     assert "while busy with" in said

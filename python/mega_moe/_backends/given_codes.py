@@ -1,0 +1,94 @@
+"""The fused layer in fp8 on operands that the caller has quantised, where they lie."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.dense import dense, writable
+from mega_moe._backends.kernel_backward import KernelBackward
+from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._backends.summary import Routing
+from mega_moe._backends.weight_copies import WeightCopy
+
+
+class Codes(NamedTuple):
+    """A quantised weight ``[E, N, K]``."""
+
+    codes: Tensor  # e4m3 [E, N, K]
+    scales: Tensor  # fp32 [E, N / 128, K / 128]
+
+
+class GivenCodes:
+    """Calls on the memory of ``kernels``, whose shape is that of both directions in fp8.
+
+    x of a forward lies in the staging area of the rank: ``x`` e4m3 ``[max_tokens, H]`` and ``x_scales`` fp32
+    ``[max_tokens, H / 128]``, of which the caller fills the first rows before each forward. A backward, and a forward
+    of an x in bf16, stage theirs there too.
+    """
+
+    def __init__(self, kernels: KernelRank) -> None:
+        self._kernels = kernels
+        self._forward = KernelForward(kernels)
+        self._backward = KernelBackward(kernels)
+        self.x, self.x_scales = kernels.staged_codes()
+
+    def forward(
+        self, topk_idx: Tensor, topk_weights: Tensor, w_gate_up: Codes, w_down: Codes, clamp: float | None
+    ) -> tuple[Tensor, Routing]:
+        """-> y ``[T, H]`` bf16 of the first T staged rows, T being that of ``topk_idx``, and the routing."""
+        with self._kernels.telling_of_no_memory():
+            gate_up = WeightCopy(dense(w_gate_up.codes), None, dense(w_gate_up.scales))
+            down = WeightCopy(dense(w_down.codes), None, dense(w_down.scales))
+            x = self.x[: len(topk_idx)]
+            return self._forward.forward(x, dense(topk_idx), dense(topk_weights), gate_up, down, clamp)
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w_gate_up: Codes,
+        w_gate_up_t: Codes,
+        w_down_t: Codes,
+        clamp: float | None,
+        dw: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """-> dx and dtopk; ``dw``, bf16 or fp32, is overwritten.
+
+        dy and x bf16 ``[T, H]``; of the weights those that the products read, ``_t`` with N and K exchanged. The kernel
+        reads one set of scales for both copies of w_gate_up: a block in which they differ makes the results NaN.
+        """
+        with self._kernels.telling_of_no_memory():
+            turned = w_gate_up_t.scales.transpose(1, 2)
+            scales = w_gate_up.scales.masked_fill(w_gate_up.scales != turned, torch.nan)
+            gate_up = WeightCopy(dense(w_gate_up.codes), dense(w_gate_up_t.codes), dense(scales))
+            down = WeightCopy(None, dense(w_down_t.codes), dense(w_down_t.scales.transpose(1, 2)))
+            made = dw
+            if not writable(dw):
+                dtype = torch.promote_types(dw[0].dtype, dw[1].dtype)
+                made = (
+                    torch.empty(dw[0].shape, dtype=dtype, device=x.device),
+                    torch.empty(dw[1].shape, dtype=dtype, device=x.device),
+                )
+            got, _ = self._backward.backward(
+                dense(dy),
+                dense(x),
+                dense(topk_idx),
+                dense(topk_weights),
+                *made,
+                clamp,
+                into=made,
+                overwrite=True,
+                copies=(gate_up, down),
+            )
+        if made is not dw:
+            for gradient, value in zip(dw, made, strict=True):
+                gradient.copy_(value)
+        assert got.dx is not None
+        assert got.dtopk is not None
+        return got.dx, got.dtopk

@@ -1,0 +1,172 @@
+"""The calls in fp8, with DeepGEMM's argument order. Every one is collective over the buffer's group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.given_codes import Codes, GivenCodes
+from mega_moe._base.errors import BackendRefusedError
+from mega_moe.deep_gemm.checks import (
+    BF16,
+    FP32,
+    check_call,
+    check_clamp,
+    check_pair,
+    check_stats,
+    check_tensor,
+    check_tokens,
+    checked,
+)
+from mega_moe.deep_gemm.symm_buffer import SymmBuffer
+
+# Rows, columns and contraction that share a scale: those of x, and both of a weight.
+_RECIPE = (128, 128, 128)
+
+
+def fp8_mega_moe(
+    y: Tensor,
+    l1_weights: tuple[Tensor, Tensor],
+    l2_weights: tuple[Tensor, Tensor],
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: Tensor | None = None,
+    recipe: tuple[int, int, int] = _RECIPE,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    num_tokens_bound: int | None = None,
+) -> None:
+    """Writes y ``[T, H]`` bf16 from the first T rows of the buffer, whose x is e4m3 with scales beside it.
+
+    Args:
+        y: overwritten; its number of rows is T.
+        l1_weights: e4m3 codes ``[E_local, 2I, H]``, I gate rows then I up rows, and fp32 scales
+            ``[E_local, 2I / 128, H / 128]``.
+        l2_weights: e4m3 codes ``[E_local, H, I]`` and fp32 scales ``[E_local, H / 128, I / 128]``.
+        sym_buffer: of mma_type fp8xfp8, with x, x_sf, topk_idx and topk_weights filled: an element of x is its code
+            times the scale of its 128.
+        cumulative_local_expert_recv_stats: int32 ``[E_local]``, to which the rows that each expert got are added.
+        recipe: refused unless (128, 128, 128).
+        activation_clamp: see `mega_moe.moe`.
+        fast_math: no effect; results do not depend on it.
+        num_tokens_bound: at least T; no effect besides, as the kernel is the same for any T.
+
+    Raises:
+        BackendRefusedError: the backend of the buffer is not ``fused``, with every reason.
+        ValueError, TypeError: a bad argument on this rank, before anything runs. On the other ranks y is then NaN, and
+            their next call or ``sym_buffer.moe.check()`` raises PeerError.
+    """
+
+    def check() -> GivenCodes:
+        check_call(sym_buffer, "fp8xfp8", activation, ())
+        given = _given_codes(sym_buffer, "fp8_mega_moe")
+        _check_recipe(recipe)
+        hidden, inner = sym_buffer.hidden, sym_buffer.intermediate_hidden
+        check_pair("l1_weights", l1_weights, sym_buffer, 2 * inner, hidden)
+        check_pair("l2_weights", l2_weights, sym_buffer, hidden, inner)
+        check_tensor("y", y, sym_buffer, BF16, (None, hidden))
+        check_tokens("y", y, sym_buffer)
+        _check_bound(num_tokens_bound, y.shape[0])
+        check_stats(cumulative_local_expert_recv_stats, sym_buffer)
+        check_clamp(activation_clamp)
+        return given
+
+    given = checked(sym_buffer, check)
+    _, ids, weights = sym_buffer.staged(y.shape[0])
+    clamp = None if activation_clamp is None else float(activation_clamp)
+    with torch.no_grad():
+        made, routing = given.forward(ids, weights, Codes(*l1_weights), Codes(*l2_weights), clamp)
+        y.copy_(made)
+        if cumulative_local_expert_recv_stats is not None:
+            # -1 where the call was not served.
+            cumulative_local_expert_recv_stats.add_(routing.tokens_per_expert.clamp_min(0))
+
+
+def fp8_mega_moe_backward(
+    dx: Tensor,
+    dw1: Tensor,
+    dw2: Tensor,
+    dtopk: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    l1: tuple[Tensor, Tensor],
+    l1_t: tuple[Tensor, Tensor],
+    l2_t: tuple[Tensor, Tensor],
+    sym_buffer: SymmBuffer,
+    activation_clamp: float | None = None,
+) -> None:
+    """Overwrites all four gradients of the call whose ids and weights are in the buffer.
+
+    x and dy come in bf16, since the weights' gradients read them so, and are quantised by the kernel. The call leaves
+    nothing of use in the buffer's x and x_sf.
+
+    Args:
+        dx: ``[T, H]`` bf16.
+        dw1: ``[E_local, 2I, H]`` bf16 or fp32, the sum over the tokens of all ranks, gate rows first.
+        dw2: ``[E_local, H, I]`` bf16 or fp32.
+        dtopk: ``[T, K]`` fp32.
+        dy, x: ``[T, H]`` bf16.
+        l1: as l1_weights of `fp8_mega_moe`.
+        l1_t: the same with rows and columns exchanged: codes ``[E_local, H, 2I]``, scales ``[E_local, H / 128,
+            2I / 128]``. A scale that is not the one of l1 makes the results NaN.
+        l2_t: l2_weights of `fp8_mega_moe` likewise: codes ``[E_local, I, H]``, scales ``[E_local, I / 128, H / 128]``.
+        sym_buffer: with topk_idx and topk_weights filled.
+        activation_clamp: as in the forward call.
+
+    Raises:
+        BackendRefusedError, ValueError, TypeError: as `fp8_mega_moe`. On the other ranks dx and dtopk are then NaN, dw1
+            and dw2 of no use.
+    """
+
+    def check() -> GivenCodes:
+        check_call(sym_buffer, "fp8xfp8", "swiglu", ())
+        given = _given_codes(sym_buffer, "fp8_mega_moe_backward")
+        hidden, inner = sym_buffer.hidden, sym_buffer.intermediate_hidden
+        check_pair("l1", l1, sym_buffer, 2 * inner, hidden)
+        check_pair("l1_t", l1_t, sym_buffer, hidden, 2 * inner)
+        check_pair("l2_t", l2_t, sym_buffer, inner, hidden)
+        check_tensor("dy", dy, sym_buffer, BF16, (None, hidden))
+        check_tokens("dy", dy, sym_buffer)
+        tokens, experts = dy.shape[0], sym_buffer.moe.num_local_experts
+        check_tensor("x", x, sym_buffer, BF16, (tokens, hidden))
+        check_tensor("dx", dx, sym_buffer, BF16, (tokens, hidden))
+        check_tensor("dtopk", dtopk, sym_buffer, FP32, (tokens, sym_buffer.num_topk))
+        check_tensor("dw1", dw1, sym_buffer, BF16 + FP32, (experts, 2 * inner, hidden))
+        check_tensor("dw2", dw2, sym_buffer, BF16 + FP32, (experts, hidden, inner))
+        check_clamp(activation_clamp)
+        return given
+
+    given = checked(sym_buffer, check)
+    _, ids, weights = sym_buffer.staged(dy.shape[0])
+    clamp = None if activation_clamp is None else float(activation_clamp)
+    with torch.no_grad():
+        own = given.backward(dy, x, ids, weights, Codes(*l1), Codes(*l1_t), Codes(*l2_t), clamp, (dw1, dw2))
+        for gradient, value in zip((dx, dtopk), own, strict=True):
+            gradient.copy_(value)
+
+
+def _given_codes(sym_buffer: SymmBuffer, name: str) -> GivenCodes:
+    given = sym_buffer.moe.given_codes
+    if given is None:
+        told = f"{name}: backend {sym_buffer.moe.backend} quantises by itself and reads no given scales"
+        reasons = "; ".join(sym_buffer.moe.explanation.verdict("fused").reasons)
+        raise BackendRefusedError(f"{told}{f'; fused: {reasons}' if reasons else ''}")
+    return given
+
+
+def _check_recipe(recipe: Any) -> None:
+    if not isinstance(recipe, (tuple, list)) or tuple(recipe) != _RECIPE:
+        raise ValueError(
+            f"recipe: got {recipe!r}, want {_RECIPE}: scales of 1 x 128 of x and of 128 x 128 of the weights"
+        )
+
+
+def _check_bound(bound: Any, tokens: int) -> None:
+    if bound is None:
+        return
+    if isinstance(bound, bool) or not isinstance(bound, int):
+        raise TypeError(f"num_tokens_bound: got {type(bound).__name__}, want None or an int")
+    if bound < tokens:
+        raise ValueError(f"num_tokens_bound: got {bound}, want at least the {tokens} tokens of y")

@@ -1,0 +1,85 @@
+"""The arithmetic of the reference on operands that are e4m3 already, as the fake kernels are given them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
+from mega_moe._backends.quantize import quantize_rows, scaled_product
+from mega_moe._backends.reference import ReferenceArithmetic
+from mega_moe._backends.staging import Staged, TorchStager
+from mega_moe._backends.swiglu import activate, rounded_sigmoid
+
+
+class OfCopies(ReferenceArithmetic):
+    """The fp8 forward on weights that are e4m3 copies already."""
+
+    def __init__(self, *scales: Tensor) -> None:
+        super().__init__("fp8")
+        self._scales = scales
+
+    def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
+        blocks, start = [], 0
+        for expert, count in enumerate(experts.counts):
+            rows = slice(start, start := start + count)
+            gate_up, down = (
+                (codes[expert], scales[expert])
+                for codes, scales in zip((experts.gate_up, experts.down), self._scales, strict=True)
+            )
+            z = scaled_product((x[0][rows], x[1][rows]), gate_up).bfloat16()
+            h = activate(z, experts.clamp, rounded_sigmoid) * weight[rows, None]
+            blocks.append(scaled_product(quantize_rows(h), down).bfloat16())
+        return torch.cat(blocks)
+
+
+class FoundCodes(TorchStager):
+    """Of an x that is quantised already."""
+
+    def __init__(self, num_experts: int, codes: Tensor, scales: Tensor) -> None:
+        super().__init__(num_experts)
+        self._payload = (codes, scales)
+
+    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantise: bool) -> Staged:
+        assert quantise
+        return super().stage(x, topk_idx, topk_weights, False)._replace(x=self._payload)
+
+
+class BackwardOfCopies(ReferenceArithmetic):
+    """The fp8 backward on e4m3 copies of the weights: all of w_gate_up, and the transposed one of w_down."""
+
+    def __init__(
+        self, gate_up: Tensor, gate_up_t: Tensor, gate_up_sf: Tensor, down_t: Tensor, down_sf: Tensor
+    ):
+        super().__init__("fp8")
+        self._copies = (gate_up, gate_up_t, gate_up_sf, down_t, down_sf)
+        self._expert = -1
+
+    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+        """Expert by expert, so that `multiply` knows whose copies it reads."""
+        parts, start = [], 0
+        for expert, count in enumerate(experts.counts):
+            rows = slice(start, start := start + count)
+            self._backward = _Copied(*(copy[expert] for copy in self._copies))
+            one = Experts(experts.gate_up[expert][None], experts.down[expert][None], [count], experts.clamp)
+            parts.append(super().backward(x[rows], dy[rows], weight[rows], one, wanted))
+        return RowGrads(
+            *(None if own[0] is None else torch.cat([p for p in own if p is not None]) for own in zip(*parts))
+        )
+
+
+class _Copied:
+    """Products of one expert, known by their extents: I, 2 I and H differ."""
+
+    def __init__(
+        self, gate_up: Tensor, gate_up_t: Tensor, gate_up_sf: Tensor, down_t: Tensor, down_sf: Tensor
+    ):
+        pairs = ((gate_up, gate_up_sf), (gate_up_t, gate_up_sf.T), (down_t, down_sf.T))
+        self._by_extents = {tuple(codes.shape): (codes, scales) for codes, scales in pairs}
+        assert len(self._by_extents) == 3
+
+    def encode(self, value: Tensor, dtype: torch.dtype) -> Payload:
+        return quantize_rows(value)
+
+    def multiply(self, rows: Payload, weight: Tensor) -> Tensor:
+        return scaled_product((rows[0], rows[1]), self._by_extents[tuple(weight.shape)])
