@@ -18,4 +18,6 @@ export PYTHONPATH="$site:python/tests" PYTORCH_NO_CUDA_MEMORY_CACHING=1
 for cases in memcheck_route memcheck_forward memcheck_forward_fp8 memcheck_backward; do
     "$checker" --tool memcheck --error-exitcode 1 python3 -m "gpu.$cases" "${2:-1}"
 done
-"$checker" --tool memcheck --error-exitcode 1 python3 -m gpu.memcheck_backward "${2:-1}" fp8_bwd
+for precision in fp8_bwd fp8_bwd_dw; do
+    "$checker" --tool memcheck --error-exitcode 1 python3 -m gpu.memcheck_backward "${2:-1}" "$precision"
+done

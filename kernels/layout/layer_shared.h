@@ -83,7 +83,7 @@ MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
     s.row_scales = s.x_scales + (forward ? kXScaleBuffers * kXScaleBytes : 0);
     s.column_scales = s.row_scales + (quantised ? stages * kRowScaleBytes : 0);
     s.store_scales = s.column_scales + (quantised ? stages * kColumnScaleBytes : 0);
-    // There they lie in the store buffers, for want of room.
+    // With gradients in e4m3 they lie in the store buffers, which no copy may read by then anyway.
     s.factors = s.store_scales + (quantised && !gradients ? kMathWarps * kStoreScaleBytes : 0);
     s.amax = s.factors + (gradients ? kTileColumns * 4 : 0);
     s.pull_scales = s.amax + (gradients ? 2 * kMathWarps * 4 : 0);

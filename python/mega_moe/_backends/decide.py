@@ -29,7 +29,6 @@ DEEP_GEMM_MULTIPLE = 64
 DEEP_GEMM_CAPABILITIES = ((9, 0), (10, 0))
 
 _WHAT_TO_INSTALL = ": `mega-moe doctor` says what to install"
-_NO_FP8_DW = "has no kernel yet for dw_precision fp8; 'bf16' has one"
 _NO_MXFP8 = "precision mxfp8 needs Blackwell kernels, which do not exist yet"
 # What stands in for a backward kernel, by its precision: the numerics are the same.
 _STAND_INS = {
@@ -128,8 +127,6 @@ def check_name(name: str, backend: str) -> str | None:
 def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
     if request.precision == "mxfp8":
         yield _NO_MXFP8
-    if request.dw_precision == "fp8":
-        yield _NO_FP8_DW
     if request.dtype != "bfloat16":
         yield f"takes bfloat16 inputs, got {request.dtype}"
     yield from _tiles(request, [v for fact in facts for v in fact.variants])
@@ -145,8 +142,6 @@ def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
 def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[str]:
     """Every reason in ``request`` itself against a wheel with ``variants``; empty where some device could serve it."""
     reasons = list(_tiles(request, variants))
-    if request.dw_precision == "fp8":
-        reasons.append(_NO_FP8_DW)
     if request.dtype != "bfloat16":
         reasons.append(f"takes bfloat16 inputs, got {request.dtype}")
     for op, precision in _needed(request):
@@ -157,7 +152,7 @@ def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[st
 
 def holds_backward(request: Request, variants: Sequence[Variant]) -> bool:
     """Whether a wheel with ``variants`` has a fused backward kernel for some device."""
-    return any(v.op == "backward" and v.precision == request.backward_precision for v in variants)
+    return any(v.op == request.backward_op and v.precision == request.backward_precision for v in variants)
 
 
 def _needed(request: Request) -> Iterator[tuple[str, str]]:
@@ -194,12 +189,13 @@ def _stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
     precision = request.backward_precision
     if precision not in _STAND_INS or all(_backward(request, fact) for fact in facts):
         return None
-    return f"the backward {_STAND_INS[precision]}, since this wheel holds no fused backward kernel in {precision}"
+    dw = " with dw_precision fp8" if request.dw_precision == "fp8" else ""
+    return f"the backward {_STAND_INS[precision]}, since this wheel holds no fused backward kernel in {precision}{dw}"
 
 
 def _backward(request: Request, fact: RankFacts) -> bool:
     precision = request.backward_precision
-    return _holds("backward", precision, fact) and (
+    return _holds(request.backward_op, precision, fact) and (
         precision != "fp8" or _holds("quantise_weights", precision, fact)
     )
 

@@ -32,6 +32,7 @@ def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape
         canaries=env.debug(),
         backward=fused and backward,
         quantise_backward=fused and backward and request.backward_precision == "fp8",
+        quantise_gradients=fused and backward and request.dw_precision == "fp8",
     )
 
 

@@ -72,5 +72,10 @@ class Request:
     def backward_precision(self) -> str:
         return "fp8" if self.precision == "fp8_bwd" else self.precision
 
+    @property
+    def backward_op(self) -> str:
+        """The backward kernel, as variants.toml names its op."""
+        return "backward_gradients" if self.dw_precision == "fp8" else "backward"
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

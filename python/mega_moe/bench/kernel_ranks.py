@@ -42,8 +42,9 @@ PARTS = {
 class Options:
     """One kernel of one layer: `tokens` of each of `num_ranks` ranks, which this process plays on one GPU.
 
-    ``dw_dtype`` and ``parts`` are the backward's. ``saved``: as `MoEBuffer(save_gate_up=)`, the forward writes gate and
-    up, and the backward reads them. ``hot``: expert 0 has so many times its even share of the rows.
+    ``dw_dtype``, ``dw_precision`` and ``parts`` are the backward's. ``saved``: as `MoEBuffer(save_gate_up=)`, the
+    forward writes gate and up, and the backward reads them. ``hot``: expert 0 has so many times its even share of the
+    rows.
     """
 
     shape: Shape
@@ -55,6 +56,7 @@ class Options:
     saved: float = 0.0
     precision: str = "bf16"
     hot: float | None = None
+    dw_precision: str = "bf16"
 
     @property
     def kernel_precision(self) -> str:
@@ -69,6 +71,7 @@ class Options:
             precision=self.precision,
             num_ranks=self.num_ranks if num_ranks is None else num_ranks,
             dtype="bfloat16",
+            dw_precision=self.dw_precision,
         )
 
 
@@ -150,6 +153,7 @@ class KernelRanks:
             home=True,
             backward=options.direction == "backward" or options.saved > 0,
             quantise_backward=options.direction == "backward" and request.backward_precision == "fp8",
+            quantise_gradients=options.direction == "backward" and request.dw_precision == "fp8",
         )
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         # Clusters are pairs; a trace has a place for every CTA.

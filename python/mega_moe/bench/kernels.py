@@ -1,14 +1,15 @@
 """The fused kernels alone: one rank, or several that share the GPU, burst and sustained.
 
     python -m mega_moe.bench.kernels [--direction forward,backward] [--shape 30B,235B] [--tokens 16384] [--ranks 1,8]
-        [--precision bf16,fp8] [--reserved 0,16] [--dw bf16,fp32] [--parts all,dx,dw] [--saved 0,1.1]
+        [--precision bf16,fp8] [--reserved 0,16] [--dw bf16,fp32,fp8] [--parts all,dx,dw] [--saved 0,1.1]
         [--hot 4] [--json FILE]
 
 Tokens are those of all ranks together, so that rows of one shape do the same work. The published table times calls of
 `mega_moe.moe`; this one times launches alone, replayed from a CUDA graph, in fp8 on copies of the weights that are made
-before. `--dw` is the dtype of a backward's weight gradients, `--parts` what it is asked for: everything, the gradients
-of x and of the routing weights, or those of the experts' weights. `--saved` is what `MoEBuffer` takes as
-`save_gate_up`. `--hot` gives expert 0 so many times its even share of the rows, with as many rows in all.
+before. `--dw` is the dtype of a backward's weight gradients, of which "fp8" means bf16 that are products of e4m3, as of
+`MoEBuffer(dw_precision="fp8")`. `--parts` is what a backward is asked for: everything, the gradients of x and of the
+routing weights, or those of the experts' weights. `--saved` is what `MoEBuffer` takes as `save_gate_up`. `--hot` gives
+expert 0 so many times its even share of the rows, with as many rows in all.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ from mega_moe.bench.rows import write_rows
 from mega_moe.bench.schema import Timing
 from mega_moe.bench.shapes import Shape, backward_flops, find_shape, layer_work
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# dtype and precision of the weights' gradients.
+_DW = {
+    "bf16": (torch.bfloat16, "bf16"),
+    "fp32": (torch.float32, "bf16"),
+    "fp8": (torch.bfloat16, "fp8"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class KernelRow:
     num_ranks: int
     num_reserved_sms: int
     num_sms: int
-    dw: str | None  # of a backward that is asked for the weights' gradients: their dtype
+    dw: str | None  # of a backward that is asked for the weights' gradients: as `--dw` names them
     parts: str | None  # of a backward: what it is asked for
     saved: float  # share of gate and up that is kept from the forward to the backward
     saved_nbytes: int  # that this takes on each rank
@@ -97,7 +103,9 @@ def time_kernel(
             options.num_ranks,
             num_reserved_sms,
             ranks.num_sms,
-            {dtype: name for name, dtype in _DTYPES.items()}[options.dw_dtype] if has_dw else None,
+            {of: name for name, of in _DW.items()}[options.dw_dtype, options.dw_precision]
+            if has_dw
+            else None,
             options.parts if backward else None,
             options.saved,
             ranks.saved_nbytes,
@@ -121,8 +129,8 @@ def flops(options: Options) -> float:
 def cases(words: argparse.Namespace) -> Iterator[tuple[Options, int]]:
     """What the words ask for: options and SMs left free. Raises ValueError for a word that is not known, and for tokens
     that the ranks cannot share evenly."""
-    known = {"direction": DIRECTIONS, "precision": PRECISIONS, "parts": PARTS, "dw": _DTYPES}
-    directions, precisions, parts, dtypes = (
+    known = {"direction": DIRECTIONS, "precision": PRECISIONS, "parts": PARTS, "dw": _DW}
+    directions, precisions, parts, gradients = (
         _words(name, getattr(words, name), names) for name, names in known.items()
     )
     for name in words.shape.split(","):
@@ -136,22 +144,25 @@ def cases(words: argparse.Namespace) -> Iterator[tuple[Options, int]]:
                         map(check_share, map(float, words.saved.split(","))), precisions
                     ):
                         for options in _kernels(
-                            shape, tokens // num_ranks, num_ranks, directions, dtypes, parts
+                            shape, tokens // num_ranks, num_ranks, directions, gradients, parts
                         ):
-                            yield replace(options, saved=saved, precision=precision, hot=words.hot), reserved
+                            made = replace(options, saved=saved, precision=precision, hot=words.hot)
+                            made.request()  # raises for a --dw that the precision does not know
+                            yield made, reserved
 
 
 def _kernels(
-    shape: Shape, tokens: int, num_ranks: int, directions: list[str], dtypes: list[str], parts: list[str]
+    shape: Shape, tokens: int, num_ranks: int, directions: list[str], gradients: list[str], parts: list[str]
 ) -> Iterator[Options]:
     for direction in directions:
         if direction == "forward":
             yield Options(shape, tokens, num_ranks)
             continue
         for part in parts:
-            # Without weight gradients their dtype says nothing.
-            for dtype in dtypes[:1] if part == "dx" else dtypes:
-                yield Options(shape, tokens, num_ranks, direction, _DTYPES[dtype], part)
+            # Without weight gradients what they are says nothing.
+            for name in gradients[:1] if part == "dx" else gradients:
+                dtype, precision = _DW[name]
+                yield Options(shape, tokens, num_ranks, direction, dtype, part, dw_precision=precision)
 
 
 def _words(option: str, text: str, known: Collection[str]) -> list[str]:
@@ -170,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", default="1", help="ranks that share the GPU, separated by commas")
     add("--precision", default="bf16", help=f"of {', '.join(PRECISIONS)} (default: bf16)")
     add("--reserved", default="0", help="SMs left free, separated by commas")
-    add("--dw", default="bf16", help=f"of {', '.join(_DTYPES)} (default: bf16)")
+    add("--dw", default="bf16", help=f"of {', '.join(_DW)} (default: bf16)")
     add("--parts", default="all", help=f"of {', '.join(PARTS)} (default: all)")
     add("--saved", default="0", help="as save_gate_up of a buffer, separated by commas (default: 0)")
     add("--hot", type=float, help="rows of expert 0 over its even share (default: even experts)")

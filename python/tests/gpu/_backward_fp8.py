@@ -18,6 +18,8 @@ from mega_moe._backends.arithmetic import Experts, Wanted
 from mega_moe._backends.facts import variants
 from mega_moe._backends.kernel_backward import Gradients
 from mega_moe._backends.reference import ReferenceArithmetic
+from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.tables import plain_tables
 
 from ._backward import ExactGradients, exact_gradients
 from ._emulated import combined
@@ -33,6 +35,12 @@ def why_no_kernel() -> str | None:
     if any(v.op == "backward" and v.precision == "fp8" for v in variants()):
         return None
     return "this wheel holds no fused backward kernel in fp8"
+
+
+def why_no_gradients() -> str | None:
+    if any(v.op == "backward_gradients" for v in variants()):
+        return None
+    return "this wheel holds no fused backward kernel with weight gradients in fp8"
 
 
 class EmulatedGradients(NamedTuple):
@@ -63,42 +71,64 @@ def with_exact_gate_and_up(layer: Layer) -> Layer:
     return exact
 
 
-def emulated_gradients(layer: Layer, dy: Sequence[Tensor], dw_precision: str = "bf16") -> EmulatedGradients:
+def emulated_gradients(layer: Layer, dy: Sequence[Tensor], shape: Shape | None = None) -> EmulatedGradients:
+    """``shape``: of the buffers, which says of what and in which chunks weights' gradients are made; None: of bf16."""
+    in_fp8 = shape is not None and shape.quantise_gradients
     one = layer.as_one_rank()
     x, ids, weights, all_dy = one.x[0], one.ids[0], one.weights[0], torch.cat(list(dy))
     token, slot = (ids >= 0).nonzero().unbind(1)
-    # By token, source rank and slot: with dW in fp8 it shows which rows share their scales.
-    places = [
-        torch.arange(len(own), device=ids.device) * layer.num_ranks + rank for rank, own in enumerate(layer.x)
-    ]
-    order = torch.sort(torch.cat(places)[token], stable=True).indices
+    # Of rows by token, source rank and slot, which with dW in fp8 shows in the scales that they share.
+    own_token = torch.cat([torch.arange(len(own), device=ids.device) for own in layer.x])
+    own_rank = torch.cat(
+        [torch.full((len(own),), rank, device=ids.device) for rank, own in enumerate(layer.x)]
+    )
+    order = torch.argsort(own_token[token] * layer.num_ranks + own_rank[token], stable=True)
     token, slot = token[order], slot[order]
     expert = ids[token, slot]
-    order = torch.sort(expert, stable=True).indices
-    token, slot = token[order], slot[order]
-    counts = expert.bincount(minlength=layer.num_experts).tolist()
+    order = torch.argsort(expert, stable=True)
+    token, slot, expert = token[order], slot[order], expert[order]
+    chunk = torch.zeros_like(token)
+    if shape is not None and in_fp8:
+        chunk = chunk_of_rows(layer, shape, own_token[token], expert)
     clamp = None if layer.clamp is None or math.isinf(layer.clamp) else layer.clamp
-    got = ReferenceArithmetic("fp8", dw_precision).backward(
-        x[token],
-        all_dy[token],
-        weights[token, slot],
-        Experts(layer.gate_up, layer.down, counts, clamp),
-        Wanted(True, True, True, True, torch.float32),
-    )
-    assert got.dx is not None
-    assert got.dw is not None
-    assert got.dw_gate_up is not None
-    assert got.dw_down is not None
     slots = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
-    slots[token, slot] = got.dx
     dtopk = torch.zeros(ids.shape, dtype=torch.float32, device=x.device)
-    dtopk[token, slot] = got.dw
+    dw_gate_up = torch.zeros(layer.gate_up.shape, dtype=torch.float32, device=x.device)
+    dw_down = torch.zeros(layer.down.shape, dtype=torch.float32, device=x.device)
+    for number in chunk.unique().tolist():
+        rows = chunk == number
+        at, of = token[rows], slot[rows]
+        counts = expert[rows].bincount(minlength=layer.num_experts).tolist()
+        got = ReferenceArithmetic("fp8", "fp8" if in_fp8 else "bf16").backward(
+            x[at],
+            all_dy[at],
+            weights[at, of],
+            Experts(layer.gate_up, layer.down, counts, clamp),
+            Wanted(True, True, True, True, torch.float32),
+        )
+        assert got.dx is not None
+        assert got.dw is not None
+        assert got.dw_gate_up is not None
+        assert got.dw_down is not None
+        slots[at, of], dtopk[at, of] = got.dx, got.dw
+        dw_gate_up += got.dw_gate_up
+        dw_down += got.dw_down
     sizes = [len(own) for own in layer.x]
     parts = list(slots.split(sizes))
     scale = [own.double().square().sum((1, 2)).sqrt() for own in parts]
-    return EmulatedGradients(
-        combined(layer, parts), scale, list(dtopk.split(sizes)), got.dw_gate_up, got.dw_down
-    )
+    return EmulatedGradients(combined(layer, parts), scale, list(dtopk.split(sizes)), dw_gate_up, dw_down)
+
+
+def chunk_of_rows(layer: Layer, shape: Shape, token: Tensor, expert: Tensor) -> Tensor:
+    """In which chunk of its expert's rank each row lies; ``token``: as its own rank counts."""
+    local = layer.num_experts // layer.num_ranks
+    chunk = torch.empty_like(token)
+    for rank in range(layer.num_ranks):
+        tables = plain_tables(layer.ids, rank, layer.num_experts, *shape.chunk_limits())
+        here = expert // local == rank
+        ends = tables.chunks[:, 1].to(token)
+        chunk[here] = torch.bucketize(token[here], ends, right=True).clamp(max=len(ends) - 1)
+    return chunk
 
 
 def difference(
@@ -164,12 +194,12 @@ def _compared(value: Tensor, like: Tensor, exact: Tensor, rows: int) -> str | No
 
 
 class Judge:
-    """A layer and the gradients of its results with what they are measured by."""
+    """A layer and the gradients of its results with what they are measured by; ``shape``: as `emulated_gradients`."""
 
-    def __init__(self, layer: Layer, dy: Sequence[Tensor], dw_precision: str = "bf16") -> None:
+    def __init__(self, layer: Layer, dy: Sequence[Tensor], shape: Shape | None = None) -> None:
         self._layer = layer
         self._exact = exact_gradients(layer, dy)
-        self._emulation = emulated_gradients(layer, dy, dw_precision)
+        self._emulation = emulated_gradients(layer, dy, shape)
 
     def assert_right(self, got: Sequence[Gradients]) -> None:
         where = difference(self._layer, got, self._exact, self._emulation)
@@ -182,6 +212,7 @@ __all__ = [
     "Judge",
     "difference",
     "emulated_gradients",
+    "why_no_gradients",
     "why_no_kernel",
     "with_exact_gate_and_up",
 ]

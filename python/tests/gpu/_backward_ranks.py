@@ -16,6 +16,9 @@ from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
 from ._forward import Layer
 from ._forward_ranks import ForwardRanks, shape_of
 
+# What tests call a precision -> `precision` and `dw_precision` of a buffer, where the name is not the former alone.
+WITH_DW = {"fp8_dw": ("fp8", "fp8"), "fp8_bwd_dw": ("fp8_bwd", "fp8")}
+
 
 class BackwardRanks(ForwardRanks):
     """Both directions; all memory but the state starts as NaN."""
@@ -113,13 +116,16 @@ def new_backward_ranks(
     num_sms: int | None = None,
     limit: float = 5.0,
     precision: str = "bf16",
-    dw_precision: str = "bf16",
+    progress: float | None = None,
 ) -> BackwardRanks:
-    """Ranks on a buffer that just holds ``layer`` in both directions."""
+    """Ranks on a buffer that just holds ``layer`` in both directions. ``progress``: ``limit`` too."""
+    forward, gradients = WITH_DW.get(precision, (precision, "bf16"))
     shape = dataclasses.replace(
-        shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantise=precision == "fp8"),
+        shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantise=forward == "fp8"),
         backward=True,
-        quantise_backward=precision != "bf16",
-        quantise_gradients=dw_precision != "bf16",
+        quantise_backward=forward != "bf16",
+        quantise_gradients=gradients == "fp8",
     )
-    return BackwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)
+    return BackwardRanks(
+        device, shape, num_sms=num_sms, arrival=limit, progress=limit if progress is None else progress
+    )

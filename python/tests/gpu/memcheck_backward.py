@@ -2,7 +2,8 @@
 
     PYTHONPATH=python/tests compute-sanitizer --error-exitcode 1 python3 -m gpu.memcheck_backward [RANKS [PRECISION]]
 
-RANKS (default 1) ranks share the GPU; PRECISION (default bf16) may be fp8_bwd. A checker that runs kernels one after
+RANKS (default 1) ranks share the GPU; PRECISION (default bf16) may be fp8_bwd, and
+fp8_bwd_dw with the weights' gradients in fp8 too. A checker that runs kernels one after
 another can only serve one rank: the launch of the first would wait for one that is held back, and end with a time-out
 that says so.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.kernel_backward import Gradients
+from mega_moe._backends.symmetric import Shape
 
 from ._backward import assert_right, exact_gradients, random_dy
 from ._backward_fp8 import Judge
@@ -41,10 +43,10 @@ def on_cpu(gradients: Sequence[Gradients]) -> list[Gradients]:
     return [Gradients(*(None if part is None else part.cpu() for part in own)) for own in gradients]
 
 
-def judge_of(layer: Layer, dy: Sequence[Tensor], precision: str) -> Callable[[Sequence[Gradients]], None]:
-    """What raises AssertionError for gradients that are wrong."""
-    if precision != "bf16":
-        return Judge(layer, dy).assert_right
+def judge_of(layer: Layer, dy: Sequence[Tensor], shape: Shape) -> Callable[[Sequence[Gradients]], None]:
+    """What raises AssertionError for gradients that are wrong, of buffers of that shape."""
+    if shape.quantise_backward:
+        return Judge(layer, dy, shape).assert_right
     want = exact_gradients(layer, dy)
     return lambda got: assert_right(layer, dy, got, want)
 
@@ -86,10 +88,10 @@ def main(num_ranks: int, device: torch.device, precision: str = "bf16") -> None:
     for case in CASES:
         layers = layers_of(case, num_ranks, clamp=20.0)
         dys = [random_dy(layer, seed) for seed, layer in enumerate(layers)]
-        judges = [judge_of(layer, dy, precision) for layer, dy in zip(layers, dys)]
         for pool in (0, smallest_pool(shape_of(layers[0]))):
             form = {} if precision == "bf16" else {"precision": precision}
             ranks = new_backward_ranks(device, layers[0], pool_rows=pool, num_sms=4, limit=120.0, **form)
+            judges = [judge_of(layer, dy, ranks.shape) for layer, dy in zip(layers, dys)]
             for seed, (layer, dy, judge) in enumerate(zip(layers, dys, judges)):
                 there = on_device(layer, device)
                 compare(ranks, there, dy, judge, **ASKED[seed % len(ASKED)])
@@ -98,7 +100,7 @@ def main(num_ranks: int, device: torch.device, precision: str = "bf16") -> None:
                 few = fewer(layer)
                 few_dy = [own[:count] for own, count in zip(dy, few)]
                 part = layer.first(few)
-                compare(ranks, there.first(few), few_dy, judge_of(part, few_dy, precision))
+                compare(ranks, there.first(few), few_dy, judge_of(part, few_dy, ranks.shape))
                 calls += 3
             add_twice(ranks, on_device(layers[0], device), dys[0], judges[0], FP32 if pool else BF16)
             there.ids[0][0, 0] = case.experts

@@ -10,7 +10,7 @@ from mega_moe import PeerError, RankTimeoutError
 from ._backward import assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
-from ._precision import PRECISIONS
+from ._precision import OF_BACKWARD
 from ._virtual import random_ids
 from .test_forward_faults import settle
 
@@ -30,7 +30,7 @@ def two_ranks(
     return layer, dy, ranks
 
 
-@PRECISIONS
+@OF_BACKWARD
 @pytest.mark.parametrize("other", ["forward", "route", "without dx", "without dtopk"])
 def test_smoke_ranks_that_call_differently(cuda_device: torch.device, precision: str, other: str) -> None:
     """Told at once, and not after a time limit, by both."""
@@ -53,7 +53,7 @@ def test_smoke_ranks_that_call_differently(cuda_device: torch.device, precision:
             kernels.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 def test_a_rank_that_does_not_come(cuda_device: torch.device, precision: str) -> None:
     layer, dy, ranks = two_ranks(cuda_device, 1.0, precision)
     with ranks.on(0):
@@ -66,7 +66,7 @@ def test_a_rank_that_does_not_come(cuda_device: torch.device, precision: str) ->
         ranks.kernels[0].check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 def test_a_refused_call(cuda_device: torch.device, precision: str) -> None:
     """The other rank learns of it at once, its dx and dtopk are NaN, and the next call is right."""
     layer, dy, ranks = two_ranks(cuda_device, 30.0, precision)
@@ -87,7 +87,7 @@ def test_a_refused_call(cuda_device: torch.device, precision: str) -> None:
     ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 def test_a_bad_id(cuda_device: torch.device, precision: str) -> None:
     """The rank's dx and dtopk are NaN, its next call raises and is right all the same."""
     layer, dy, ranks = two_ranks(cuda_device, 30.0, precision)

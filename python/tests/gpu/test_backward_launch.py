@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
 from ._forward_ranks import pool_of, shape_of
-from ._precision import PRECISIONS, assert_gradients_right, hidden_of
+from ._precision import OF_BACKWARD, assert_gradients_right, hidden_of
 from ._virtual import random_ids
 from ._waits import synchronising_is_an_error
 from .test_forward_launch import layers_of
@@ -57,7 +56,7 @@ def bits(value: Tensor) -> Tensor:
     return value.view(torch.int16 if value.element_size() == 2 else torch.int32)
 
 
-@PRECISIONS
+@OF_BACKWARD
 @pytest.mark.parametrize(
     ("tokens", "chunks"),
     [
@@ -105,7 +104,7 @@ def test_replays(cuda_device: torch.device, precision: str, tokens: list[int], c
     ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 def test_nothing_waits_for_the_device(cuda_device: torch.device, precision: str) -> None:
     (layer,) = layers_of(cuda_device, [500], ("random",))
     dy = random_dy(layer)
@@ -117,7 +116,7 @@ def test_nothing_waits_for_the_device(cuda_device: torch.device, precision: str)
     assert_same_bits(got, want, "while waiting was an error")
 
 
-@PRECISIONS
+@OF_BACKWARD
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_layers_of_other_weights_alternate(cuda_device: torch.device, precision: str, num_ranks: int) -> None:
     """Forward and backward of three layers, each with experts of its own, in turn on one buffer, without a wait."""
@@ -136,7 +135,7 @@ def test_layers_of_other_weights_alternate(cuda_device: torch.device, precision:
     y = [ranks.forward(layer) for layer in layers]
     gradients = [ranks.backward(layer, dy) for layer, dy in zip(layers, dys)]
     for layer, dy, own in zip(layers, dys, gradients):
-        assert_gradients_right(layer, dy, own, precision)
+        assert_gradients_right(layer, dy, own, ranks.shape)
     for step in range(12):
         forward, backward = step % 3, (step // 3 + step) % 3
         ranks.have_room(layers[0])
@@ -149,7 +148,7 @@ def test_layers_of_other_weights_alternate(cuda_device: torch.device, precision:
     ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_two_buffers_alternate(cuda_device: torch.device, precision: str, num_ranks: int) -> None:
     """Of different extents; one runs forward while the other runs backward, one after the other without a wait."""
@@ -165,8 +164,8 @@ def test_two_buffers_alternate(cuda_device: torch.device, precision: str, num_ra
     want = [
         (ranks.forward(layer), ranks.backward(layer, dy)) for ranks, layer, dy in zip(buffers, layers, dys)
     ]
-    for layer, dy, (_, gradients) in zip(layers, dys, want):
-        assert_gradients_right(layer, dy, gradients, precision)
+    for ranks, layer, dy, (_, gradients) in zip(buffers, layers, dys, want):
+        assert_gradients_right(layer, dy, gradients, ranks.shape)
     for step in range(20):
         a, b = step % 2, (step + 1) % 2
         for ranks, layer in zip(buffers, layers):
@@ -181,7 +180,7 @@ def test_two_buffers_alternate(cuda_device: torch.device, precision: str, num_ra
         ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 def test_occupied_sms_only_delay(cuda_device: torch.device, precision: str) -> None:
     """Another stream keeps one SM for a quarter of a second, and then all of them with products in a row."""
     (layer,) = layers_of(cuda_device, [2000], ("random",))
@@ -211,16 +210,14 @@ def test_occupied_sms_only_delay(cuda_device: torch.device, precision: str) -> N
     ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 def test_late_rank_is_waited_for(cuda_device: torch.device, precision: str) -> None:
     """Later than the progress limit, earlier than the arrival limit: the result is right."""
     (layer,) = layers_of(cuda_device, [300, 200], ("random",))
     dy = random_dy(layer)
-    quantise = precision == "fp8"
-    shape = replace(shape_of(layer, quantise=quantise), backward=True, quantise_backward=quantise)
-    ranks = BackwardRanks(cuda_device, shape, arrival=20.0, progress=0.3)
+    ranks = new_backward_ranks(cuda_device, layer, limit=20.0, progress=0.3, precision=precision)
     want = ranks.backward(layer, dy)
-    assert_gradients_right(layer, dy, want, precision)
+    assert_gradients_right(layer, dy, want, ranks.shape)
     for late in (0, 1):
         ranks.have_room_for_gradients(layer, torch.bfloat16)
         got: dict[int, Gradients] = {}
@@ -233,7 +230,7 @@ def test_late_rank_is_waited_for(cuda_device: torch.device, precision: str) -> N
     ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 def test_weights_gradients_may_differ_between_ranks(cuda_device: torch.device, precision: str) -> None:
     """One rank adds into fp32 buffers, one overwrites in bf16, one has frozen experts: each gets its own bits."""
     tokens = [300, 200, 100, 250]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import _backward_fp8
-from ._backward import assert_right, assert_same_bits, random_dy
+from ._backward import assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer
 from ._forward import assert_same_bits as assert_same_y
 from ._forward_ranks import pool_of, shape_of
+from ._precision import OF_BACKWARD, assert_gradients_right
 from ._virtual import HUGE, NAN, NUMBER
 from .test_forward_repeat import layers_of
 
@@ -18,9 +18,6 @@ pytestmark = pytest.mark.timeout(120, method="thread")
 
 FEW, REPEATS, SEEDS = 700, 100, 30
 CHUNKS = pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
-NO_FP8 = _backward_fp8.why_no_kernel()
-FP8 = pytest.param("fp8", marks=pytest.mark.skipif(NO_FP8 is not None, reason=str(NO_FP8)))
-PRECISIONS = pytest.mark.parametrize("precision", ["bf16", FP8])
 
 
 def made(
@@ -31,7 +28,7 @@ def made(
     return layers, new_backward_ranks(device, layers[0], pool_rows=pool, precision=precision)
 
 
-@PRECISIONS
+@OF_BACKWARD
 @CHUNKS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_smoke_what_memory_held_before(
@@ -44,16 +41,13 @@ def test_smoke_what_memory_held_before(
             ranks.poison(word)
             got = ranks.backward(layer, dy)
             if want is None:
-                if precision == "fp8":
-                    _backward_fp8.Judge(layer, dy).assert_right(got)
-                else:
-                    assert_right(layer, dy, got)
+                assert_gradients_right(layer, dy, got, ranks.shape)
                 want = got
             assert_same_bits(got, want, f"layer {seed}, memory of {word:#x}")
     ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 @CHUNKS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_repeats(cuda_device: torch.device, num_ranks: int, chunks: str, precision: str) -> None:
@@ -65,7 +59,7 @@ def test_repeats(cuda_device: torch.device, num_ranks: int, chunks: str, precisi
     ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 @CHUNKS
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str, precision: str) -> None:
@@ -84,7 +78,7 @@ def test_delays(cuda_device: torch.device, num_ranks: int, chunks: str, precisio
     ranks.check()
 
 
-@PRECISIONS
+@OF_BACKWARD
 @CHUNKS
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_both_directions_on_one_buffer(

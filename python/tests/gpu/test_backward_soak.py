@@ -18,7 +18,7 @@ from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
 from ._forward_ranks import pool_of, shape_of
-from ._precision import FP8, assert_gradients_right, assert_y_right
+from ._precision import FP8, FP8_DW, assert_gradients_right, assert_y_right
 from ._virtual import HUGE, NAN
 from .test_forward_values import KINDS, ids_of
 
@@ -34,7 +34,11 @@ CASES = [
     ("fp8", 2, "one chunk"),
     ("fp8", 4, "many chunks"),
     ("fp8", 8, "one chunk"),
+    ("fp8_dw", 1, "many chunks"),
+    ("fp8_dw", 2, "one chunk"),
+    ("fp8_dw", 4, "many chunks"),
 ]
+MARKS = {"fp8": FP8.marks, "fp8_dw": FP8_DW.marks}
 MOST, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 400, 16, 4, 512, 384
 
 pytestmark = pytest.mark.timeout(MOST_S / len(CASES) + 60, method="thread")
@@ -92,7 +96,7 @@ def check(ranks: BackwardRanks, step: Step, what: str, precision: str = "bf16") 
     gradients = ranks.backward(layer, dy, **options)
     try:
         assert_y_right(layer, y, precision)
-        assert_gradients_right(layer, dy, gradients, precision)
+        assert_gradients_right(layer, dy, gradients, ranks.shape)
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from error
     if step.word is not None:
@@ -106,7 +110,7 @@ def check(ranks: BackwardRanks, step: Step, what: str, precision: str = "bf16") 
 
 @pytest.mark.parametrize(
     ("precision", "num_ranks", "chunks"),
-    [pytest.param(*case, marks=FP8.marks if case[0] == "fp8" else ()) for case in CASES],
+    [pytest.param(*case, marks=MARKS.get(case[0], ())) for case in CASES],
 )
 def test_soak(cuda_device: torch.device, precision: str, num_ranks: int, chunks: str) -> None:
     experts = random_experts(cuda_device, EXPERTS, HIDDEN, INTERMEDIATE)
