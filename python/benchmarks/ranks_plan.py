@@ -39,6 +39,7 @@ class Case:
     directions: tuple[str, ...]
     skew: float | None
     importance: int
+    dw_precision: str = "bf16"
 
     @property
     def quick(self) -> bool:
@@ -49,7 +50,8 @@ class Case:
     def name(self) -> str:
         skew = "" if self.skew is None else f", {self.skew:g}x to rank 0"
         ways = "+".join(self.directions)
-        return f"{self.shape} T={self.tokens} {self.precision}{skew}: {self.backend} {ways}"
+        dw = "" if self.dw_precision == "bf16" else f" with dW {self.dw_precision}"
+        return f"{self.shape} T={self.tokens} {self.precision}{dw}{skew}: {self.backend} {ways}"
 
     def seconds(self) -> float:
         """Expected, on H200s."""
@@ -167,6 +169,7 @@ def cases(setting: Setting) -> list[Case]:
                 Case(model, tokens, "bf16", "grouped", ways, None, 2 + later),
                 Case(model, tokens, "fp8", "fused", ways, None, 2 + later),
                 Case(model, tokens, "fp8_bwd", "fused", ("backward",), None, 2 + later),
+                Case(model, tokens, "fp8", "fused", ("backward",), None, 3 + later, dw_precision="fp8"),
                 Case(model, tokens, "bf16", "deep_gemm", ways, None, 4 + later),
             ]
     found += [Case(model, TOKENS[0], "bf16", "fused", both, None, 5) for model in MODELS]

@@ -111,7 +111,13 @@ def _rows(
     if reason is not None:
         yield dataclasses.replace(lost, outcome=Outcome("failed", (reason,), None))
         return
-    options = LayerOptions(case["precision"], (case["backend"],), tuple(case["directions"]), None)
+    options = LayerOptions(
+        case["precision"],
+        (case["backend"],),
+        tuple(case["directions"]),
+        None,
+        dw_precision=case["dw_precision"],
+    )
     yield from measure_layer(problem, options, protocols, timer, context, product_rates=rates)
 
 
@@ -141,6 +147,7 @@ def _lost(case: dict[str, Any], dtype: torch.dtype, context: Context) -> LayerRo
         relative_error=None,
         outcome=Outcome("failed", ("unknown",), None),
         skew=case["skew"],
+        dw_precision="fp8" if case["dw_precision"] == "fp8" else None,
     )
 
 

@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
 
 
 def cases(shape: Shape, context: Context) -> tuple[Case, ...]:
-    """Every backend but the emulation in bf16 and fp8, fp8 and fp8_bwd by `fused` with kept copies of the weights, and
-    some with fewer tokens."""
+    """Every backend but the emulation in bf16 and fp8, fp8 and fp8_bwd by `fused` with kept copies of the weights, the
+    backward of fp8 with dW in fp8 too, and some with fewer tokens."""
     explanation = mega_moe.explain(
         **shape.sizes(),
         max_tokens_per_rank=shape.default_tokens,
@@ -78,7 +78,8 @@ def cases(shape: Shape, context: Context) -> tuple[Case, ...]:
     fast = tuple(v.backend for v in explanation.verdicts if v.backend != NOT_MEASURED)
     fewer = (Case("bf16", OF_FEWER, tokens) for tokens in FEWER_TOKENS)
     kept = (Case(precision, ("fused",), reuse_weight_copies=True) for precision in FP8_PRECISIONS)
-    return (Case("bf16", fast), Case("fp8", fast), *kept, *fewer)
+    dw = Case("fp8", ("fused",), reuse_weight_copies=True, dw_precision="fp8", directions=("backward",))
+    return (Case("bf16", fast), Case("fp8", fast), *kept, dw, *fewer)
 
 
 if __name__ == "__main__":

@@ -30,18 +30,9 @@ ANY = "kernels/"
 PRECISIONS = {"fp8_bwd": ("bf16", "fp8")}
 
 # What no row of a result launches: `mega_moe.route`, the forms that save gate and up, which the benchmarks do not ask
-# for, that with weight gradients in fp8, the forms that trace, and the probe, which is read beside the time and not
-# within it.
+# for, the forms that trace, and the probe, which is read beside the time and not within it.
 UNMEASURED = frozenset(
-    {
-        "route",
-        "forward_saving",
-        "backward_saving",
-        "backward_gradients",
-        "forward_trace",
-        "backward_trace",
-        "clock_probe",
-    }
+    {"route", "forward_saving", "backward_saving", "forward_trace", "backward_trace", "clock_probe"}
 )
 
 
@@ -72,8 +63,10 @@ def launched(row: Any, on_gpu: bool) -> tuple[Kernel, ...]:
     direction = "forward_backward" if row.kind == "step" else row.direction
     if row.backend == "fused":
         # Each direction routes and stages within its one kernel.
-        both = {"forward": forward, "backward": backward}
-        kernels = tuple((name, precision) for name, precision in both.items() if name in direction)
+        both = {"forward": ("forward", forward), "backward": ("backward", backward)}
+        if row.kind == "layer" and row.dw_precision == "fp8":
+            both["backward"] = ("backward_gradients", backward)
+        kernels = tuple(kernel for name, kernel in both.items() if name in direction)
         # In fp8 a call makes its copies of the weights.
         quantises = any(precision == "fp8" for _, precision in kernels)
         return (*kernels, ("quantise_weights", "fp8")) if quantises else kernels

@@ -16,8 +16,8 @@
 // next ticket of either kind and takes the first of them whose inputs are there, so that no tile waits once
 // it is taken. A held ticket waits for communication, lower tickets of its own kind and, if it is a
 // gradient's, for tiles of the first kind: the lowest that is not done can always go on.
-// Where gradients are of e4m3, tiles of a third kind transpose x and dy for them: they come between the others
-// and wait for communication alone.
+// Where gradients are of e4m3, tiles of a third kind transpose x and dy for them: they come between the
+// others and wait for communication alone.
 namespace mega_moe::device {
 
 // Tiles of dz and dx: a ticket's record, and whether the rows that the cluster's tile reads are there.

@@ -23,8 +23,9 @@ struct Settings {
     int pullers;
     int ahead;  // tiles that a cluster takes before it has stored them
     unsigned seed;
-    int fault = 0;  // planted: 1 parts without turns, 2 pulls that wait for sums alone, 3 gradients that wait
-                     // once taken, 4 gradients that do not wait for transposed rows
+    // Planted: 1 parts without turns, 2 pulls that wait for sums alone, 3 gradients that wait once taken, 4
+    // gradients that do not wait for transposed rows.
+    int fault = 0;
     int transposes = 0;  // columns of the tiles that transpose rows, which gradients then wait for
 };
 

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mega_moe._base.types import (
-    DW_PRECISIONS,
     MAX_EXPERTS,
     MAX_RANKS,
     MAX_TOKENS_PER_RANK,
     MAX_TOP_K,
     PRECISIONS,
+    check_dw_precision,
     positive_int,
 )
 
@@ -44,14 +44,7 @@ class Request:
         positive_int("num_reserved_sms", self.num_reserved_sms, zero=True)
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: got {self.precision!r}, want one of {', '.join(PRECISIONS)}")
-        if self.dw_precision not in DW_PRECISIONS:
-            raise ValueError(
-                f"dw_precision: got {self.dw_precision!r}, want one of {', '.join(DW_PRECISIONS)}"
-            )
-        if self.dw_precision == "fp8" and self.precision not in ("fp8", "fp8_bwd"):
-            raise ValueError(
-                f"dw_precision: got 'fp8' with precision {self.precision!r}, want it with precision fp8 or fp8_bwd"
-            )
+        check_dw_precision(self.dw_precision, self.precision)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype}, want one of {', '.join(DTYPES)}")
         if self.num_experts % self.num_ranks:

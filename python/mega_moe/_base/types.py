@@ -16,6 +16,16 @@ MAX_RANKS = 32
 SCALE_BLOCK = 128
 
 
+def check_dw_precision(dw_precision: str, precision: str) -> None:
+    """ValueError for a name that is not known, and for one that the layer's ``precision`` has not."""
+    if dw_precision not in DW_PRECISIONS:
+        raise ValueError(f"dw_precision: got {dw_precision!r}, want one of {', '.join(DW_PRECISIONS)}")
+    if dw_precision == "fp8" and precision not in ("fp8", "fp8_bwd"):
+        raise ValueError(
+            f"dw_precision: got 'fp8' with precision {precision!r}, want it with precision fp8 or fp8_bwd"
+        )
+
+
 def positive_int(name: str, value: object, upper: int | None = None, *, zero: bool = False) -> int:
     """``value`` as int when it is one in [1, upper] (or [0, upper] with ``zero``); else TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mega_moe._base.types import PRECISIONS
+from mega_moe._base.types import DW_PRECISIONS, PRECISIONS, check_dw_precision
 from mega_moe.bench import kernel_ranks, schema, trace
 from mega_moe.bench.protocols import PROTOCOLS
 from mega_moe.bench.ranks import joined
@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     add("--protocol", default=",".join(PROTOCOLS), help="of burst, sustained (default: both)")
     add("--direction", default=",".join(DIRECTIONS), help=f"of {', '.join(DIRECTIONS)} (default: all)")
     add("--precision", default="bf16", help=f"of {', '.join(PRECISIONS)} (default: bf16)")
+    add("--dw-precision", choices=DW_PRECISIONS, default="bf16", help="of a backward in fp8 (default: bf16)")
     add("--part", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: all)")
     add("--dtype", choices=tuple(_DTYPES), help="of x and weights (default: bfloat16 on a GPU, else float32)")
     add(
@@ -107,6 +108,7 @@ _NOT_WITH_TRACE = (
     "part",
     "dtype",
     "dw_dtype",
+    "dw_precision",
     "reuse_weight_copies",
     "quick",
     "wheel",
@@ -160,13 +162,14 @@ def _options(words: argparse.Namespace, device_type: str) -> Options:
     if words.json is not None and not words.json.absolute().parent.is_dir():
         raise ValueError(f"json: got {words.json}, wanted a path in a folder that exists")
     backends = tuple(_words(words.backend)) if words.backend else None
+    precisions = [_known("precision", name, PRECISIONS) for name in _words(words.precision)]
+    for name in precisions:
+        check_dw_precision(words.dw_precision, name)
     return Options(
         parts=tuple(_known("part", name, PARTS) for name in _words(words.part)),
         shapes=tuple(find_shape(name) for name in shapes),
         tokens=words.tokens,
-        cases=tuple(
-            Case(_known("precision", name, PRECISIONS), backends) for name in _words(words.precision)
-        ),
+        cases=tuple(Case(name, backends, dw_precision=words.dw_precision) for name in precisions),
         directions=tuple(_known("direction", name, DIRECTIONS) for name in _words(words.direction)),
         protocols=tuple(protocol.quick() if words.quick else protocol for protocol in protocols),
         dtype=_DTYPES[words.dtype or ("bfloat16" if on_gpu else "float32")],

@@ -35,6 +35,7 @@ class LayerOptions:
     """`backends` None means every one that explain lists; `dw_dtype` None means the weights' dtype.
 
     `reuse_weight_copies`: where kernels read e4m3 copies of the weights, they are made before the time begins.
+    `dw_precision` is the buffer's.
     """
 
     precision: str
@@ -42,6 +43,7 @@ class LayerOptions:
     directions: tuple[str, ...]
     dw_dtype: torch.dtype | None
     reuse_weight_copies: bool = False
+    dw_precision: str = "bf16"
 
 
 def measure_layer(
@@ -63,6 +65,7 @@ def measure_layer(
         **shape.sizes(),
         max_tokens_per_rank=problem.tokens,
         precision=options.precision,
+        dw_precision=options.dw_precision,
         dtype=problem.dtype,
         num_ranks=context.num_ranks,
         device=context.device,
@@ -178,6 +181,7 @@ class _Case:
             **shape.sizes(),
             max_tokens_per_rank=tokens,
             precision=self.options.precision,
+            dw_precision=self.options.dw_precision,
             backend=backend,
             dtype=self.problem.dtype,
             device=self.context.device,
@@ -231,6 +235,7 @@ class _Case:
                 direction,
                 precision=self.options.precision,
                 dtype=self.dtype_name,
+                dw_precision=self.options.dw_precision,
             ).on_the_busiest_rank(self.problem.skew)
         dw_dtype = None
         if direction in ("backward", "forward_backward"):
@@ -260,6 +265,7 @@ class _Case:
             outcome=outcome,
             skew=self.problem.skew,
             weight_copies="reused" if reused else None,
+            dw_precision="fp8" if self.options.dw_precision == "fp8" else None,
         )
 
 

@@ -155,11 +155,14 @@ class LayerRow:
     weight_copies: str | None = None
     """"reused": calls found e4m3 copies of the weights from before the time began, as all but a step's first do; null:
     each call made what it read."""
+    dw_precision: str | None = None
+    """"fp8": the buffer was asked for weight gradients that are products of e4m3; null: for none such."""
 
     @property
     def numerics(self) -> str:
-        """The precision in one word: bf16 means the tensors' own dtype, which may be another."""
-        return self.dtype if self.precision == "bf16" and self.dtype != "bfloat16" else self.precision
+        """The precision in words: bf16 means the tensors' own dtype, which may be another."""
+        own = self.dtype if self.precision == "bf16" and self.dtype != "bfloat16" else self.precision
+        return own if self.dw_precision is None else f"{own} with dW {self.dw_precision}"
 
     def __post_init__(self) -> None:
         _require_rate("tflops", self.tflops, self.outcome)
@@ -177,6 +180,7 @@ class LayerRow:
         _require(
             self.weight_copies in (None, "reused"), "weight_copies", self.weight_copies, "null or reused"
         )
+        _require(self.dw_precision in (None, "fp8"), "dw_precision", self.dw_precision, "null or fp8")
 
 
 @dataclass(frozen=True)

@@ -77,13 +77,20 @@ class Work:
 
 
 def layer_work(
-    shape: Shape, tokens: int, direction: str, *, precision: str, dtype: str, recompute: bool = True
+    shape: Shape,
+    tokens: int,
+    direction: str,
+    *,
+    precision: str,
+    dtype: str,
+    recompute: bool = True,
+    dw_precision: str = "bf16",
 ) -> Work:
     """FLOPs of `tokens` tokens in one direction; routing is taken as balanced, so every rank does T * K rows.
 
-    `precision` is the buffer's (bf16, fp8, fp8_bwd); `dtype` the tensors' (bfloat16, float32), in which every product
-    runs that is not fp8. The fp8 modes keep the weight gradients in bf16. `recompute` says whether the backward
-    computes gate and up again. Raises ValueError for an unknown direction or precision.
+    `precision` and `dw_precision` are the buffer's; `dtype` the tensors' (bfloat16, float32), in which every product
+    runs that is not fp8: in the fp8 modes that of the weight gradients, unless `dw_precision` is fp8 too. `recompute`
+    says whether the backward computes gate and up again. Raises ValueError for an unknown direction or precision.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}, wanted one of {', '.join(DIRECTIONS)}")
@@ -101,7 +108,7 @@ def layer_work(
         add(_FORWARD, forward_fp8)
     if direction != "forward":
         add(_HIDDEN_GRADIENT + _INPUT_GRADIENT + (_RECOMPUTE if recompute else 0), backward_fp8)
-        add(_WEIGHT_GRADIENT, False)
+        add(_WEIGHT_GRADIENT, dw_precision == "fp8")
     rule = f"{sum(units.values())}*T*K*H*I"
     if direction != "forward":
         rule += ", gate and up recomputed" if recompute else ", nothing recomputed"

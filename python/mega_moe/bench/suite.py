@@ -29,13 +29,15 @@ class Case:
     """One precision and the backends measured in it; None takes every one. ``tokens``: fewer than the run's, and of a
     shape that has no more by itself nothing is measured.
 
-    ``reuse_weight_copies``: as the run's, where that says no.
+    ``reuse_weight_copies``: as the run's, where that says no. ``directions`` None: those of the run.
     """
 
     precision: str
     backends: tuple[str, ...] | None
     tokens: int | None = None
     reuse_weight_copies: bool = False
+    dw_precision: str = "bf16"
+    directions: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,10 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
                 layer = LayerOptions(
                     case.precision,
                     case.backends,
-                    options.directions,
+                    case.directions or options.directions,
                     options.dw_dtype,
                     options.reuse_weight_copies or case.reuse_weight_copies,
+                    case.dw_precision,
                 )
                 for layer_row in measure_layer(
                     problem, layer, options.protocols, timer, context, product_rates=products

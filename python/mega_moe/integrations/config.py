@@ -10,7 +10,7 @@ from typing import Any
 
 from mega_moe._backends.decide import BACKENDS
 from mega_moe._backends.saved import check_share
-from mega_moe._base.types import MAX_TOKENS_PER_RANK, PRECISIONS, positive_int
+from mega_moe._base.types import MAX_TOKENS_PER_RANK, PRECISIONS, check_dw_precision, positive_int
 
 TABLE = "trainer.model.moe.dispatch"
 TYPE = "mega_moe"
@@ -29,6 +29,7 @@ class DispatchConfig:
         layers: which MoE layers are switched, counted from 0 among the MoE layers of the model: "all", a percentage
             such as "50%" (spread evenly over the depth), or a list of numbers.
         save_gate_up: as of `mega_moe.MoEBuffer`: memory for a shorter backward; 0 computes gate and up again.
+        dw_precision: "bf16" or "fp8", as of `mega_moe.MoEBuffer`: of the products that the weights' gradients are.
 
     Raises ValueError or TypeError that names the key, what it holds and what it may hold.
     """
@@ -40,9 +41,11 @@ class DispatchConfig:
     strict: bool | None = None
     layers: str | tuple[int, ...] = "all"
     save_gate_up: float = 0.0
+    dw_precision: str = "bf16"
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
+        check_dw_precision(self.dw_precision, self.precision)
         _one_of("backend", self.backend, ("auto", *BACKENDS))
         if self.max_tokens_per_rank is not None:
             positive_int("max_tokens_per_rank", self.max_tokens_per_rank, MAX_TOKENS_PER_RANK)

@@ -15,6 +15,7 @@ FULL = (
         for op in ("forward", "backward")
         for precision in ("bf16", "fp8")
     ),
+    Variant("backward_gradients", "90a", "fp8", 256, 128),
     ROUTE,
     QUANTISE_WEIGHTS,
 )

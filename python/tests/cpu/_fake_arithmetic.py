@@ -49,9 +49,15 @@ class BackwardOfCopies(ReferenceArithmetic):
     """The fp8 backward on e4m3 copies of the weights: all of w_gate_up, and the transposed one of w_down."""
 
     def __init__(
-        self, gate_up: Tensor, gate_up_t: Tensor, gate_up_sf: Tensor, down_t: Tensor, down_sf: Tensor
+        self,
+        gate_up: Tensor,
+        gate_up_t: Tensor,
+        gate_up_sf: Tensor,
+        down_t: Tensor,
+        down_sf: Tensor,
+        dw_precision: str,
     ):
-        super().__init__("fp8")
+        super().__init__("fp8", dw_precision)
         self._copies = (gate_up, gate_up_t, gate_up_sf, down_t, down_sf)
         self._expert = -1
 

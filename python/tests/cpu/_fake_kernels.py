@@ -325,7 +325,6 @@ class FakeKernels:
         trace: int,
         trace_bytes: int,
     ) -> None:
-        assert not quantise_gradients
         results = (dx, dtopk, dw_gate_up, dw_down)
         needs = tuple(t.dim() > 1 for t in results)
         copies = (w_gate_up, w_gate_up_t, gate_up_sf, w_down_t, down_sf)
@@ -334,6 +333,7 @@ class FakeKernels:
         for codes in (w_gate_up, w_gate_up_t, w_down_t):
             assert codes.dtype == torch.float8_e4m3fn
         op = "backward into fp8" if accumulate else "backward fp8"
+        op += " gradients" if quantise_gradients else ""
         self._launched(Launch(op, len(x), self._ordering, clamp, num_sms, delay_seed), record)
         self.quantised_forwards.append(quantise)
         self.needs.append(needs)
@@ -342,7 +342,7 @@ class FakeKernels:
             return
         hidden, inner = x.shape[1], w_down_t.shape[1]
         request = Request(num_experts, max_tokens, topk_idx.shape[1], hidden, inner)
-        arithmetic = BackwardOfCopies(*copies)
+        arithmetic = BackwardOfCopies(*copies, "fp8" if quantise_gradients else "bf16")
         plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
         got = plain.backward(
             dy,

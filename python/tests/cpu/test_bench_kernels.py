@@ -35,7 +35,11 @@ def test_machine_without_a_gpu_is_refused(
         (["--shape", "small"], "shape: got 'small', wanted one of"),
         (["--direction", "up"], "direction: got 'up', wanted one of forward, backward"),
         (["--parts", "dx,dy"], "parts: got 'dy', wanted one of all, dx, dw"),
-        (["--dw", "fp8"], "dw: got 'fp8', wanted one of bf16, fp32"),
+        (["--dw", "fp16"], "dw: got 'fp16', wanted one of bf16, fp32, fp8"),
+        (
+            ["--dw", "fp8"],
+            "dw_precision: got 'fp8' with precision 'bf16', want it with precision fp8 or fp8_bwd",
+        ),
         (["--precision", "fp16"], "precision: got 'fp16', wanted one of bf16, fp8, fp8_bwd"),
     ],
 )
@@ -60,6 +64,16 @@ def test_a_forward_has_no_parts_and_dx_no_dtype_of_weights() -> None:
         ("backward", "dw", fp32),
     ]
     assert {(o.shape.name, o.tokens, o.num_ranks) for o, _ in made} == {("tiny", 8, 2)}
+
+
+def test_dw_in_fp8_is_a_form_of_the_kernel() -> None:
+    made = cases(
+        "--direction", "backward", "--shape", "tiny", "--precision", "fp8,fp8_bwd", "--dw", "fp8,bf16"
+    )
+    assert [(o.precision, o.dw_precision, o.dw_dtype) for o, _ in made] == [
+        (precision, dw, torch.bfloat16) for precision in ("fp8", "fp8_bwd") for dw in ("fp8", "bf16")
+    ]
+    assert [o.request().backward_op for o, _ in made[:2]] == ["backward_gradients", "backward"]
 
 
 def test_what_is_kept_and_how_uneven_experts_are_reach_the_options() -> None:

@@ -51,6 +51,8 @@ def test_layers_in_every_precision_backend_direction_and_size(plan: Any) -> None
         for precision in ("bf16", "fp8", "fp8_bwd")
     }
     assert {case.backend for case in found} == {"fused", "grouped", "deep_gemm", "reference"}
+    with_dw = {(c.shape, c.tokens, c.precision, c.directions) for c in found if c.dw_precision == "fp8"}
+    assert with_dw == {(shape, tokens, "fp8", ("backward",)) for shape, tokens, _ in fused}
 
 
 @pytest.mark.parametrize(("num_ranks", "skews"), [(1, set()), (2, set()), (4, {2, 4}), (8, {2, 4, 7})])

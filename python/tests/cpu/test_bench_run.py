@@ -111,6 +111,23 @@ def test_weight_gradients_into_buffers_are_stated(tmp_path: Path) -> None:
     assert (row.dtype, row.dw_dtype, row.numerics) == ("bfloat16", "float32", "bf16")
 
 
+def test_dw_in_fp8_is_stated_and_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    words = ["--direction", "backward", "--backend", "reference", "--part", "layer", "--protocol", "burst"]
+    words += ["--precision", "fp8", "--dtype", "bfloat16", "--tokens", "16", "--json", str(path)]
+    names = []
+    for asked in ("bf16", "fp8"):
+        assert main([*QUICK, *words, "--dw-precision", asked]) == 0
+        (row,) = schema.read(path).rows
+        assert isinstance(row, LayerRow)
+        assert row.dw_precision == (None if asked == "bf16" else "fp8")
+        names.append(row.numerics)
+    assert names == ["fp8", "fp8 with dW fp8"]
+    assert "tiny T=16 fp8 with dW fp8" in capsys.readouterr().out
+    assert main([*QUICK, "--dw-precision", "fp8", "--precision", "fp8,bf16"]) == 2
+    assert "dw_precision: got 'fp8' with precision 'bf16', want it" in capsys.readouterr().err
+
+
 def test_a_precision_that_only_the_reference_can_do_is_refused_by_the_others(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     words = ["--direction", "forward", "--precision", "fp8", "--part", "layer", "--protocol", "burst"]

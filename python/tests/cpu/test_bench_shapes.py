@@ -46,7 +46,7 @@ def test_forward_flops_are_those_of_the_products() -> None:
     assert layer_work(shape, tokens, "forward", precision="bf16", dtype="float32").total == gate_up + down
 
 
-def test_fp8_keeps_the_weight_gradient_in_bf16() -> None:
+def test_fp8_keeps_the_weight_gradient_in_bf16_unless_asked() -> None:
     unit = 16384 * 8 * 2048 * 768
     for direction, precision, fp8, bf16 in [
         ("forward", "fp8", 6, 0),
@@ -58,6 +58,8 @@ def test_fp8_keeps_the_weight_gradient_in_bf16() -> None:
         work = layer_work(SHAPES["30B"], 16384, direction, precision=precision, dtype="bfloat16")
         assert work.flops.get("float8_e4m3fn", 0.0) == fp8 * unit, (direction, precision)
         assert work.flops.get("bfloat16", 0.0) == bf16 * unit, (direction, precision)
+    wanted = {"precision": "fp8", "dtype": "bfloat16", "dw_precision": "fp8"}
+    assert layer_work(SHAPES["30B"], 16384, "backward", **wanted).flops == {"float8_e4m3fn": 16 * unit}
 
 
 def test_unknown_direction_and_precision_are_refused() -> None:

@@ -40,6 +40,7 @@ class Row:
     direction: str = "forward"
     form: str = "bf16"
     dtype: str = "bfloat16"
+    dw_precision: str | None = None
 
 
 @dataclass
@@ -58,6 +59,7 @@ NAMES = {
     ("forward", "fp8"): ("forward_fp8",),
     ("backward", "bf16"): ("backward_bf16",),
     ("backward", "fp8"): ("backward_fp8",),
+    ("backward_gradients", "fp8"): ("gradients_fp8",),
     ("quantise_weights", "fp8"): ("quantise_weights",),
     ("route", "none"): ("route",),
 }
@@ -88,6 +90,11 @@ CASES = [
         ("forward_bf16", "backward_fp8", "quantise_weights"),
     ),
     (Row("layer", precision="fp8"), ("forward_fp8", "quantise_weights")),
+    (
+        Row("layer", precision="fp8", direction="backward", dw_precision="fp8"),
+        ("gradients_fp8", "quantise_weights"),
+    ),
+    (Row("layer", precision="fp8", dw_precision="fp8"), ("forward_fp8", "quantise_weights")),
     (Row("step"), ("forward_bf16", "backward_bf16")),
     *((Row("layer", name), ("stage_bf16",)) for name in PLAIN),
     *((Row("layer", name, direction="forward_backward"), ("stage_bf16",)) for name in PLAIN),
@@ -164,6 +171,7 @@ def test_every_op_is_of_a_row_or_of_none(staleness: ModuleType) -> None:
     rows = [
         Row(backend=name, precision=form, **every) for name in decide.BACKENDS for form in ("bf16", "fp8")
     ]
+    rows.append(Row(precision="fp8", dw_precision="fp8", **every))
     of_rows = {op for row in rows for op, _ in staleness.launched(row, True)}
     assert of_rows & staleness.UNMEASURED == set()
     kernels = staleness.Kernels.of(ROOT / "kernels")

@@ -64,6 +64,7 @@ TABLE = {
     "h200": Row("fused", (), request(), [gpu()]),
     "h200-fp8": Row("fused", (), request(precision="fp8"), [gpu()]),
     "h200-fp8_bwd": Row("fused", (), request(precision="fp8_bwd"), [gpu()]),
+    "h200-dw-fp8": Row("fused", (), request(precision="fp8", dw_precision="fp8"), [gpu()]),
     "h200-pair": Row("fused", (), request(num_ranks=2), pair()),
     "h200-pair-of-containers": Row("fused", (), request(num_ranks=2), pair(host="container1")),
     "h200-peer-unknown": Row(
@@ -91,12 +92,6 @@ TABLE = {
         "fused",
         (MXFP8, missing("forward", "mxfp8"), missing("backward", "mxfp8")),
         request(precision="mxfp8"),
-        [gpu()],
-    ),
-    "fused-dw-fp8": Row(
-        "fused",
-        ("has no kernel yet for dw_precision fp8; 'bf16' has one",),
-        request(precision="fp8", dw_precision="fp8"),
         [gpu()],
     ),
     "fused-float32": Row("fused", ("takes bfloat16 inputs, got float32",), request(dtype="float32"), [gpu()]),

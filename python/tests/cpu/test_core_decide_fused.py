@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mega_moe._backends.decide import decide, why_no_fused_shape, why_no_kernel_router
+from mega_moe._backends.decide import decide, holds_backward, why_no_fused_shape, why_no_kernel_router
 from mega_moe._backends.facts import Variant
 
 from ._facts import FULL, STAGE_ONLY, gpu, kernels, request
@@ -43,6 +43,19 @@ def test_an_emulated_backward_is_told(precision: str, held: str) -> None:
     assert decide(request(precision=precision), [gpu()])[0].note is None
 
 
+def test_dw_in_fp8_has_a_kernel_of_its_own() -> None:
+    wanted = request(precision="fp8", dw_precision="fp8")
+    assert decide(wanted, [gpu()])[0].note is None
+    assert holds_backward(wanted, FULL)
+    without = tuple(v for v in FULL if v.op != "backward_gradients")
+    assert decide(wanted, [gpu(variants=without)])[0].note == (
+        "the backward is emulated by plain operators, slowly, since this wheel holds no fused backward kernel in fp8 "
+        "with dw_precision fp8"
+    )
+    assert not holds_backward(wanted, without)
+    assert decide(request(precision="fp8"), [gpu(variants=without)])[0].note is None
+
+
 def test_a_backward_in_fp8_needs_copies_of_the_weights() -> None:
     held = tuple(v for v in FULL if v.op != "quantise_weights")
     assert "emulated" in str(decide(request(precision="fp8_bwd"), [gpu(variants=held)])[0])
@@ -65,6 +78,7 @@ def test_a_backward_in_fp8_needs_copies_of_the_weights() -> None:
             ],
         ),
         ({"precision": "fp8_bwd"}, FULL, []),
+        ({"precision": "fp8", "dw_precision": "fp8"}, FULL, []),
     ],
 )
 def test_what_lies_in_the_request_alone(

@@ -63,6 +63,22 @@ def test_fp8_bwd_reads_them_in_the_backward_alone(problem: Problem, fake_both: F
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+def test_gradients_of_weights_in_fp8(problem: Problem, fake_both: FakeKernels, precision: str) -> None:
+    form = {"precision": precision, "dw_precision": "fp8"}
+    with make_buffer(problem, "fused", **form) as buffer:
+        assert (buffer.reason, buffer.dw_precision) == ("fused", "fp8")
+        got = results(problem, buffer)
+    assert ops(fake_both)[-1] == "backward fp8 gradients"
+    with make_buffer(problem, "reference", **form) as buffer:
+        want = results(problem, buffer)
+    with make_buffer(problem, "reference", precision) as buffer:
+        other = results(problem, buffer)
+    for name, a, b, c in zip(want._fields, got, want, other, strict=True):
+        assert torch.equal(a, b), name
+        assert torch.equal(a, c) == (not name.startswith("dw_")), name
+
+
 def test_weights_that_are_not_contiguous_are_read_by_their_copies_alone(
     problem: Problem, fake_both: FakeKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,8 +153,9 @@ def test_memory_says_which_backward_it_was_made_for() -> None:
         plain,
         dataclasses.replace(plain, backward=True),
         dataclasses.replace(plain, backward=True, quantise_backward=True),
+        dataclasses.replace(plain, backward=True, quantise_backward=True, quantise_gradients=True),
     ]
-    assert [shape.backward_form for shape in forms] == [0, 1, 2]
+    assert [shape.backward_form for shape in forms] == [0, 1, 2, 3]
     assert dataclasses.replace(plain, quantise_backward=True).backward_form == 0
 
 

@@ -352,12 +352,11 @@ def test_dw_in_fp8_needs_products_in_fp8(precision: str) -> None:
         MoEBuffer(**SIZES, precision=precision, dw_precision="fp8")
 
 
-def test_dw_in_fp8_is_refused_without_its_kernel() -> None:
-    wanted = request(precision="fp8", dw_precision="fp8")
-    with pytest.raises(BackendRefusedError, match="no kernel yet for dw_precision fp8"):
-        choose(decide(wanted, [gpu()], "fused"), "fused")
-    with pytest.raises(BackendRefusedError, match="no kernel yet for dw_precision fp8"):
-        plan.buffer_nbytes(wanted, "fused")
+@pytest.mark.parametrize("backend", ["deep_gemm", "grouped"])
+def test_other_backends_refuse_dw_in_fp8_with_its_precision(backend: str) -> None:
+    wanted = request(precision="fp8_bwd", dw_precision="fp8")
+    with pytest.raises(BackendRefusedError, match=f"{backend}: refused: .*precision fp8_bwd is not emulated"):
+        choose(decide(wanted, [gpu()], backend), backend)
 
 
 def test_an_unknown_dw_precision() -> None:

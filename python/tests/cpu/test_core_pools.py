@@ -128,6 +128,10 @@ def test_the_documented_bytes() -> None:
         wide = sizes(hidden=hidden, intermediate=inner)
         one, eight = (MoEBuffer.nbytes(**{**wide, "num_ranks": ranks}) / GIB for ranks in (1, 8))
         assert f"| {name} | {hidden} | {inner} | {one:.2f} GiB | {eight:.2f} GiB |" in text
+        for dw in ("bf16", "fp8"):
+            form = {"precision": "fp8", "dw_precision": dw}
+            one, eight = (MoEBuffer.nbytes(**{**wide, **form, "num_ranks": r}) / GIB for r in (1, 8))
+            assert f"{one:.2f} and {eight:.2f} GiB" in text.replace("\n", " ")
 
 
 @pytest.mark.usefixtures("wheel")
