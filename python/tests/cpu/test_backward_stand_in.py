@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from mega_moe._backends.tables import plain_tables
+
 # What is tested here lies beside the GPU tests that use it.
 from ..gpu import (  # noqa: TID252
     memcheck_backward,
@@ -16,7 +18,9 @@ from ..gpu import (  # noqa: TID252
     test_backward_soak,
     test_backward_uneven,
 )
+from ..gpu._backward_fp8 import chunk_of_rows  # noqa: TID252
 from ..gpu._forward import random_experts, random_layer  # noqa: TID252
+from ..gpu._forward_ranks import pool_of, shape_of  # noqa: TID252
 from ..gpu._stand_in_backward import BackwardStandIn  # noqa: TID252
 from ..gpu._virtual import random_ids  # noqa: TID252
 
@@ -105,3 +109,29 @@ def test_the_soak_is_bounded(told: str | None, seconds: float, monkeypatch: pyte
     if told is not None:
         monkeypatch.setenv("MEGA_MOE_SOAK_S", told)
     assert test_backward_soak.seconds() * len(test_backward_soak.CASES) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("chunks", ["one chunk", "both pools", "many chunks"])
+def test_rows_that_share_scales_lie_in_one_chunk(chunks: str) -> None:
+    """As the tables list them."""
+    layer = random_layer(random_ids("random", [500, 300], 3, 8, CPU), random_experts(CPU, 8, 256, 128))
+    shape = shape_of(layer, pool_rows=pool_of(chunks, shape_of(layer)))
+    token, source = (
+        torch.cat(own)
+        for own in zip(
+            *(
+                (torch.arange(len(ids)).repeat_interleave(3), torch.full((3 * len(ids),), rank))
+                for rank, ids in enumerate(layer.ids)
+            )
+        )
+    )
+    expert = torch.cat([ids.reshape(-1).long() for ids in layer.ids])
+    got = chunk_of_rows(layer, shape, token, expert)
+    for rank in (0, 1):
+        tables = plain_tables(layer.ids, rank, 8, *shape.chunk_limits())
+        assert (len(tables.chunks) > 1) == (chunks == "many chunks")
+        here = expert // 4 == rank
+        mine = (token | source << 20)[here]
+        for chunk, rows in enumerate(tables.source.split(tables.chunks[:, 4].tolist())):
+            listed = torch.sort(rows & ((1 << 25) - 1)).values
+            assert torch.equal(torch.sort(mine[got[here] == chunk]).values, listed)
