@@ -34,6 +34,7 @@ struct BackwardArguments {
     bool canaries;
     bool quantised_forward;
     double clamp;
+    bool power_of_two;
     bool accumulate;
     int64_t delay_seed;
     int64_t trace;
@@ -139,6 +140,7 @@ void backward(const Checker& check, const BackwardArguments& a) {
     problem.trace = reinterpret_cast<void*>(static_cast<std::uintptr_t>(a.trace));
     problem.trace_bytes = a.trace_bytes;
     problem.clamp = static_cast<float>(a.clamp);
+    problem.power_of_two = a.power_of_two;
     problem.delay_seed = static_cast<std::uint32_t>(a.delay_seed);
     problem.needs_dx = is_wanted(a.dx);
     problem.needs_dtopk = is_wanted(a.dtopk);
@@ -183,6 +185,7 @@ void moe_backward(const Tensor& x, const Tensor& dy, const Tensor& topk_idx, con
                                        canaries,
                                        false,
                                        clamp,
+                                       false,
                                        accumulate,
                                        delay_seed,
                                        trace,
@@ -195,8 +198,9 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
                       const Tensor& dw_gate_up, const Tensor& dw_down, const Tensor& summary,
                       std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
                       int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise, int64_t rank,
-                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp, bool accumulate,
-                      int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
+                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp,
+                      bool power_of_two, bool accumulate, int64_t delay_seed, int64_t trace,
+                      int64_t trace_bytes) {
     backward(Checker("moe_backward_fp8"),
              {x,
               dy,
@@ -221,6 +225,7 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
               canaries,
               quantise,
               clamp,
+              power_of_two,
               accumulate,
               delay_seed,
               trace,

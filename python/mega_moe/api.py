@@ -115,6 +115,7 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     num_ranks: int = 1,
     num_reserved_sms: int = 0,
+    scale_format: str = "fp32",
     backend: str = "auto",
     device: torch.device | str | None = None,
 ) -> Explanation:
@@ -133,6 +134,7 @@ def explain(
         str(dtype).removeprefix("torch."),
         num_ranks,
         num_reserved_sms,
+        scale_format,
     )
     where = default_device(None) if device is None else as_device(device)
     return plan.forecast(request, [collect(where)], plan.wanted(backend), plan.wanted_strict(None))

@@ -46,6 +46,8 @@ class MoEBuffer:
         intermediate: I, elements of an expert's hidden layer.
         precision: "bf16" (the inputs' own dtype), "fp8" (blockwise e4m3), "fp8_bwd" (bf16 forward, fp8 backward) or
             "mxfp8" (refused until its kernels exist).
+        scale_format: of the fp8 precisions: "fp32", amax / 448 as it is, or "power_of_two", which rounds every scale up
+            to one: scaling then changes no mantissa, and codes lose up to one bit of range.
         backend: "auto" takes the first that fits of fused, deep_gemm, grouped, reference and warns once when it is not
             fused; a name raises BackendRefusedError with all reasons where it does not fit. ``reason`` tells what was
             taken.
@@ -78,6 +80,7 @@ class MoEBuffer:
         hidden: int,
         intermediate: int,
         precision: str = "bf16",
+        scale_format: str = "fp32",
         backend: str = "auto",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -94,6 +97,7 @@ class MoEBuffer:
             "hidden": hidden,
             "intermediate": intermediate,
             "precision": precision,
+            "scale_format": scale_format,
             "dtype": str(dtype).removeprefix("torch."),
             "num_reserved_sms": num_reserved_sms,
         }
@@ -199,6 +203,10 @@ class MoEBuffer:
     @property
     def precision(self) -> str:
         return self._explanation.request.precision
+
+    @property
+    def scale_format(self) -> str:
+        return self._explanation.request.scale_format
 
     @property
     def save_gate_up(self) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_moe._backends.decide import BACKENDS
+from mega_moe._backends.request import check_scale_format
 from mega_moe._backends.saved import check_share
 from mega_moe._base.types import MAX_TOKENS_PER_RANK, PRECISIONS, positive_int
 
@@ -29,6 +30,7 @@ class DispatchConfig:
         layers: which MoE layers are switched, counted from 0 among the MoE layers of the model: "all", a percentage
             such as "50%" (spread evenly over the depth), or a list of numbers.
         save_gate_up: as of `mega_moe.MoEBuffer`: memory for a shorter backward; 0 computes gate and up again.
+        scale_format: "fp32" or, with the fp8 precisions, "power_of_two", as of `mega_moe.MoEBuffer`.
 
     Raises ValueError or TypeError that names the key, what it holds and what it may hold.
     """
@@ -40,6 +42,7 @@ class DispatchConfig:
     strict: bool | None = None
     layers: str | tuple[int, ...] = "all"
     save_gate_up: float = 0.0
+    scale_format: str = "fp32"
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
@@ -48,6 +51,7 @@ class DispatchConfig:
             positive_int("max_tokens_per_rank", self.max_tokens_per_rank, MAX_TOKENS_PER_RANK)
         positive_int("num_reserved_sms", self.num_reserved_sms, zero=True)
         check_share(self.save_gate_up)
+        check_scale_format(self.scale_format, self.precision)
         if self.strict is not None and not isinstance(self.strict, bool):
             raise TypeError(f"strict: got {self.strict!r}, want true or false")
         if isinstance(self.layers, str):

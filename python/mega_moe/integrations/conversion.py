@@ -119,6 +119,7 @@ def convert(
                     **sizes._asdict(),
                     max_tokens_per_rank=tokens,
                     precision=config.precision,
+                    scale_format=config.scale_format,
                     backend=config.backend,
                     dtype=dtype or site.adapter.dtype or _weight(site).dtype,
                     device=device or _device(site),
