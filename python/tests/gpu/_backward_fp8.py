@@ -62,7 +62,7 @@ def with_exact_gate_and_up(layer: Layer) -> Layer:
     return exact
 
 
-def emulated_gradients(layer: Layer, dy: Sequence[Tensor]) -> EmulatedGradients:
+def emulated_gradients(layer: Layer, dy: Sequence[Tensor], power_of_two: bool = False) -> EmulatedGradients:
     one = layer.as_one_rank()
     x, ids, weights, all_dy = one.x[0], one.ids[0], one.weights[0], torch.cat(list(dy))
     token, slot = (ids >= 0).nonzero().unbind(1)
@@ -71,7 +71,7 @@ def emulated_gradients(layer: Layer, dy: Sequence[Tensor]) -> EmulatedGradients:
     token, slot = token[order], slot[order]
     counts = expert.bincount(minlength=layer.num_experts).tolist()
     clamp = None if layer.clamp is None or math.isinf(layer.clamp) else layer.clamp
-    got = ReferenceArithmetic("fp8").backward(
+    got = ReferenceArithmetic("fp8", power_of_two=power_of_two).backward(
         x[token],
         all_dy[token],
         weights[token, slot],
@@ -159,10 +159,10 @@ def _compared(value: Tensor, like: Tensor, exact: Tensor, rows: int) -> str | No
 class Judge:
     """A layer and the gradients of its results with what they are measured by."""
 
-    def __init__(self, layer: Layer, dy: Sequence[Tensor]) -> None:
+    def __init__(self, layer: Layer, dy: Sequence[Tensor], power_of_two: bool = False) -> None:
         self._layer = layer
         self._exact = exact_gradients(layer, dy)
-        self._emulation = emulated_gradients(layer, dy)
+        self._emulation = emulated_gradients(layer, dy, power_of_two)
 
     def assert_right(self, got: Sequence[Gradients]) -> None:
         where = difference(self._layer, got, self._exact, self._emulation)

@@ -22,7 +22,7 @@ class BackwardRanks(ForwardRanks):
 
     def __init__(self, device: torch.device, shape: Shape, **options: Any) -> None:
         super().__init__(device, shape, **options)
-        self.backwards = [KernelBackward(kernels) for kernels in self.kernels]
+        self.backwards = [KernelBackward(kernels, self.power_of_two) for kernels in self.kernels]
         self._pairs: dict[tuple[int, int], tuple[WeightCopy, WeightCopy]] = {}
 
     def start_backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
@@ -61,7 +61,7 @@ class BackwardRanks(ForwardRanks):
             return None
         key = (rank, layer.gate_up.data_ptr())
         if key not in self._pairs:
-            made = WeightCopies(backward=True)
+            made = WeightCopies(backward=True, power_of_two=self.power_of_two)
             gate_up, down = (made.of(w, codes=True, transposed=True) for w in layer.experts(rank))
             self._pairs[key] = (gate_up, down)
         return self._pairs[key]
@@ -113,6 +113,7 @@ def new_backward_ranks(
     num_sms: int | None = None,
     limit: float = 5.0,
     precision: str = "bf16",
+    power_of_two: bool = False,
 ) -> BackwardRanks:
     """Ranks on a buffer that just holds ``layer`` in both directions."""
     shape = dataclasses.replace(
@@ -120,4 +121,6 @@ def new_backward_ranks(
         backward=True,
         quantise_backward=precision != "bf16",
     )
-    return BackwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)
+    return BackwardRanks(
+        device, shape, num_sms=num_sms, arrival=limit, progress=limit, power_of_two=power_of_two
+    )

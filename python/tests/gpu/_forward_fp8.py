@@ -102,10 +102,10 @@ def too_far(apart: float, size: float, own: float, its: float) -> str | None:
 class Judge:
     """A layer with what it is measured by; prefixes of its tokens are measured by the same."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, power_of_two: bool = False) -> None:
         self._layer = layer
         self._exact = exact(layer)
-        self._emulation = emulated(layer, "fp8")
+        self._emulation = emulated(layer, "fp8", power_of_two)
 
     def assert_right(self, got: Sequence[Tensor], tokens: Sequence[int] | None = None) -> None:
         layer, want, emulation = self._layer, self._exact, self._emulation
