@@ -46,23 +46,27 @@ def round_bf16(value: np.ndarray) -> np.ndarray:
     )
 
 
-def dequantised(block: np.ndarray) -> np.ndarray:
+def dequantised(block: np.ndarray, power_of_two: bool = False) -> np.ndarray:
     """A block with one scale, through e4m3 and back: what the product sees."""
     amax = np.abs(np.asarray(block, np.float32)).max()
     scale = np.float32(amax / np.float32(448)) or np.float32(1)
+    if power_of_two:
+        scale = np.float32(2.0 ** np.ceil(np.log2(float(scale))))
     return round_e4m3((np.asarray(block, np.float32) / scale).astype(float)) * float(scale)
 
 
-def through_rows(row: np.ndarray) -> np.ndarray:
-    parts = [dequantised(row[start : start + BLOCK]) for start in range(0, len(row), BLOCK)]
+def through_rows(row: np.ndarray, power_of_two: bool = False) -> np.ndarray:
+    parts = [dequantised(row[start : start + BLOCK], power_of_two) for start in range(0, len(row), BLOCK)]
     return np.concatenate(parts)
 
 
-def through_weight(weight: np.ndarray) -> np.ndarray:
+def through_weight(weight: np.ndarray, power_of_two: bool) -> np.ndarray:
     out = np.empty(weight.shape)
     for i in range(0, weight.shape[0], BLOCK):
         for j in range(0, weight.shape[1], BLOCK):
-            out[i : i + BLOCK, j : j + BLOCK] = dequantised(weight[i : i + BLOCK, j : j + BLOCK])
+            out[i : i + BLOCK, j : j + BLOCK] = dequantised(
+                weight[i : i + BLOCK, j : j + BLOCK], power_of_two
+            )
     return out
 
 
@@ -73,6 +77,7 @@ class Emulation:
     fp8_forward: bool
     fp8_backward: bool
     clamp: float | None = None
+    power_of_two: bool = False
     round_z: bool = True
     round_slots: bool = True
     quantise_dz: bool = True
@@ -82,8 +87,8 @@ class Emulation:
     def product(self, weight: np.ndarray, row: np.ndarray, fp8: bool) -> np.ndarray:
         """``weight [N, K]`` times ``row [K]``, in fp32."""
         if fp8:
-            row = through_rows(row)
-            weight = through_weight(weight) if self.quantise_weights else weight
+            row = through_rows(row, self.power_of_two)
+            weight = through_weight(weight, self.power_of_two) if self.quantise_weights else weight
         return (weight @ row).astype(np.float32).astype(float)
 
     def activation(self, z: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -163,9 +168,9 @@ def emulated(emulation: Emulation) -> Gradients:
 
 
 @functools.cache
-def computed(precision: str, clamp: float | None) -> Gradients:
+def computed(precision: str, clamp: float | None, scale_format: str = "fp32") -> Gradients:
     problem = small_problem()
-    with make_buffer(problem, precision=precision) as buffer:
+    with make_buffer(problem, precision=precision, scale_format=scale_format) as buffer:
         return results(problem, buffer, clamp)
 
 
@@ -179,6 +184,17 @@ def test_reference_is_the_emulation(precision: str, clamp: float | None) -> None
     want = emulated(replace(PRECISIONS[precision], clamp=clamp))
     found = distances(computed(precision, clamp), want)
     assert all(distance <= SAME for distance in found.values()), found
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+def test_reference_is_the_emulation_with_power_of_two_scales(precision: str) -> None:
+    want = emulated(replace(PRECISIONS[precision], power_of_two=True))
+    found = distances(computed(precision, None, "power_of_two"), want)
+    assert all(distance <= SAME for distance in found.values()), found
+    # And no other format is.
+    apart = distances(computed(precision, None), want)
+    assert all(distance > 5 * SAME for name, distance in apart.items() if name != "y"), apart
+    assert (apart["y"] > 5 * SAME) == (precision == "fp8")
 
 
 @pytest.mark.parametrize(
