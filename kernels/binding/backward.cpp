@@ -35,6 +35,7 @@ struct BackwardArguments {
     bool quantised_forward;
     bool quantised_gradients;
     double clamp;
+    bool power_of_two;
     bool accumulate;
     int64_t delay_seed;
     int64_t trace;
@@ -142,6 +143,7 @@ void backward(const Checker& check, const BackwardArguments& a) {
     problem.trace = reinterpret_cast<void*>(static_cast<std::uintptr_t>(a.trace));
     problem.trace_bytes = a.trace_bytes;
     problem.clamp = static_cast<float>(a.clamp);
+    problem.power_of_two = a.power_of_two;
     problem.delay_seed = static_cast<std::uint32_t>(a.delay_seed);
     problem.needs_dx = is_wanted(a.dx);
     problem.needs_dtopk = is_wanted(a.dtopk);
@@ -187,6 +189,7 @@ void moe_backward(const Tensor& x, const Tensor& dy, const Tensor& topk_idx, con
                                        false,
                                        false,
                                        clamp,
+                                       false,
                                        accumulate,
                                        delay_seed,
                                        trace,
@@ -200,7 +203,8 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
                       std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
                       int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise,
                       bool quantise_gradients, int64_t rank, int64_t num_sms, int64_t arrival_ns,
-                      int64_t progress_ns, double clamp, bool accumulate, int64_t delay_seed, int64_t trace,
+                      int64_t progress_ns, double clamp, bool power_of_two, bool accumulate,
+                      int64_t delay_seed, int64_t trace,
                       int64_t trace_bytes) {
     backward(Checker("moe_backward_fp8"),
              {x,
@@ -227,6 +231,7 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
               quantise,
               quantise_gradients,
               clamp,
+              power_of_two,
               accumulate,
               delay_seed,
               trace,

@@ -28,6 +28,7 @@ struct ForwardArguments {
     bool canaries;
     int64_t backward;
     double clamp;
+    bool power_of_two;
     int64_t delay_seed;
     int64_t trace;
     int64_t trace_bytes;
@@ -107,6 +108,7 @@ void forward(const Checker& check, const ForwardArguments& a) {
     problem.trace = reinterpret_cast<void*>(static_cast<std::uintptr_t>(a.trace));
     problem.trace_bytes = a.trace_bytes;
     problem.clamp = static_cast<float>(a.clamp);
+    problem.power_of_two = a.power_of_two;
     problem.delay_seed = static_cast<std::uint32_t>(a.delay_seed);
     const torch::stable::accelerator::DeviceGuard guard(a.topk_idx.get_device_index());
     problem.route.stream = current_stream(problem.route.device);
@@ -139,6 +141,7 @@ void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_wei
                                      canaries,
                                      backward,
                                      clamp,
+                                     false,
                                      delay_seed,
                                      trace,
                                      trace_bytes});
@@ -150,7 +153,7 @@ void moe_forward_fp8(const Tensor& x, const Tensor& topk_idx, const Tensor& topk
                      std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
                      int64_t num_experts, int64_t pool_rows, bool canaries, int64_t backward, int64_t rank,
                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp,
-                     int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
+                     bool power_of_two, int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
     forward(Checker("moe_forward_fp8"), {x,
                                          topk_idx,
                                          topk_weights,
@@ -168,6 +171,7 @@ void moe_forward_fp8(const Tensor& x, const Tensor& topk_idx, const Tensor& topk
                                          canaries,
                                          backward,
                                          clamp,
+                                         power_of_two,
                                          delay_seed,
                                          trace,
                                          trace_bytes});

@@ -15,7 +15,7 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def("staging_layout(int max_tokens, int top_k, int hidden, bool quantise) -> int[]");
     m.def(
         "stage(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int buffer_bytes, int max_tokens, "
-        "int num_experts, bool quantise) -> ()");
+        "int num_experts, bool quantise, bool power_of_two) -> ()");
     // e4m3 copies of a bf16 weight [E, N, K], scaled per 128 x 128 block. A copy that nobody wants is an
     // empty tensor of one dimension.
     m.def(
@@ -54,16 +54,15 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "arrival_ns, "
         "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
     // The same in e4m3: weights with an fp32 scale factor for each 128 x 128 of them, x quantised by the
-    // kernel, or e4m3 and then where the buffer stages it, beside its scale factors. The shape of the buffer
-    // has `quantise`.
+    // kernel, or e4m3 and then where the buffer stages it, beside its scale factors. power_of_two: what the
+    // kernel quantises has scale factors rounded up to one. The shape of the buffer has `quantise`.
     m.def(
         "moe_forward_fp8(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor "
         "gate_up_sf, "
         "Tensor w_down, Tensor down_sf, Tensor(a!) y, Tensor(b!) summary, int[] buffers, int workspace, int "
         "record, int max_tokens, int num_experts, int pool_rows, bool canaries, int backward, int rank, int "
-        "num_sms, int arrival_ns, int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) "
-        "-> "
-        "()");
+        "num_sms, int arrival_ns, int progress_ns, float clamp, bool power_of_two, int delay_seed, "
+        "int trace, int trace_bytes) -> ()");
     // saved_gate_up: what moe_forward left there for the same tokens; empty: it is computed again. A result
     // that nobody wants is an empty tensor of one dimension. Weight gradients, bf16 or fp32, are
     // set, or added to when accumulating. The shape of the buffer has `backward`.
@@ -86,8 +85,7 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "Tensor(c!) dw_gate_up, Tensor(d!) dw_down, Tensor(e!) summary, int[] buffers, int workspace, int "
         "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool quantise, bool "
         "quantise_gradients, int rank, int num_sms, int arrival_ns, int progress_ns, float clamp, bool "
-        "accumulate, int delay_seed, int trace, "
-        "int trace_bytes) -> ()");
+        "power_of_two, bool accumulate, int delay_seed, int trace, int trace_bytes) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");
 }

@@ -12,7 +12,7 @@ using torch::stable::Tensor;
 std::vector<int64_t> staging_layout(int64_t max_tokens, int64_t top_k, int64_t hidden, bool quantise);
 
 void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, int64_t buffer,
-           int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantise);
+           int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantise, bool power_of_two);
 
 void quantise_weights(const Tensor& weight, const Tensor& codes, const Tensor& codes_transposed,
                       const Tensor& scales, bool power_of_two);
@@ -45,7 +45,7 @@ void moe_forward_fp8(const Tensor& x, const Tensor& topk_idx, const Tensor& topk
                      std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
                      int64_t num_experts, int64_t pool_rows, bool canaries, int64_t backward, int64_t rank,
                      int64_t num_sms, int64_t arrival_ns, int64_t progress_ns, double clamp,
-                     int64_t delay_seed, int64_t trace, int64_t trace_bytes);
+                     bool power_of_two, int64_t delay_seed, int64_t trace, int64_t trace_bytes);
 
 void moe_backward(const Tensor& x, const Tensor& dy, const Tensor& topk_idx, const Tensor& topk_weights,
                   const Tensor& w_gate_up, const Tensor& w_down, const Tensor& saved_gate_up,
@@ -62,7 +62,8 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
                       std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
                       int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise,
                       bool quantise_gradients, int64_t rank, int64_t num_sms, int64_t arrival_ns,
-                      int64_t progress_ns, double clamp, bool accumulate, int64_t delay_seed, int64_t trace,
+                      int64_t progress_ns, double clamp, bool power_of_two, bool accumulate,
+                      int64_t delay_seed, int64_t trace,
                       int64_t trace_bytes);
 
 void clock_probe(const Tensor& out);

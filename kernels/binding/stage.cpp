@@ -24,7 +24,7 @@ std::vector<int64_t> staging_layout(int64_t max_tokens, int64_t top_k, int64_t h
 }
 
 void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, int64_t buffer,
-           int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantise) {
+           int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantise, bool power_of_two) {
     const Checker check("stage");
     check.dims("x", x, 2);
     check.dtype("x", x, {ScalarType::BFloat16});
@@ -39,6 +39,7 @@ void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, 
     check_extents(check, max_tokens, topk_idx.size(1), x.size(1), quantise);
     check.range("number of tokens", num_tokens, 0, max_tokens);
     check.range("num_experts", num_experts, 1, kMaxExperts);
+    if (power_of_two && !quantise) check.fail("power_of_two is true, must be false without quantise");
     const int64_t needed = staging_offsets(max_tokens, topk_idx.size(1), x.size(1), quantise).total;
     if (buffer_bytes < needed) {
         check.fail("buffer_bytes is " + std::to_string(buffer_bytes) + ", must be at least " +
@@ -69,6 +70,7 @@ void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, 
     problem.idx_is_64_bit = topk_idx.scalar_type() == ScalarType::Long;
     problem.weights_are_bf16 = topk_weights.scalar_type() == ScalarType::BFloat16;
     problem.quantise = quantise;
+    problem.power_of_two = power_of_two;
     problem.device = x.get_device_index();
     problem.stream = current_stream(problem.device);
     const Status status = launch_stage(problem);

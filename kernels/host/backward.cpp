@@ -84,6 +84,7 @@ Status map_quantised_operands(const BackwardProblem& problem, const layout::Work
     };
     p.codes[0] = {x, reinterpret_cast<float*>(workspace + parts[layout::kXScalePool])};
     p.codes[1] = {dy, reinterpret_cast<float*>(workspace + parts[layout::kDyScalePool])};
+    p.rounding = device::scale_rounding(problem.power_of_two);
     p.gate_up_scales = problem.gate_up_scales;
     p.down_scales = problem.down_scales;
     p.x_scales = workspace + parts[layout::kXScalePool];

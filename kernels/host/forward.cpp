@@ -55,6 +55,7 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
 void place_scales(const ForwardProblem& problem, std::byte* workspace, const Parts& parts,
                   std::int64_t staged, device::ForwardParams& p) noexcept {
     p.moved_scales = {nullptr, workspace + parts[layout::kXScalePool], staged};
+    p.rounding = device::scale_rounding(problem.power_of_two);
     p.gate_up_scales = problem.gate_up_scales;
     p.down_scales = problem.down_scales;
     p.o_pool = workspace + parts[layout::kOPool];

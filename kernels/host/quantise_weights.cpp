@@ -22,7 +22,7 @@ Status launch_quantise_weights(const QuantiseWeightsProblem& problem) noexcept {
     params.scales = static_cast<float*>(problem.scales);
     params.row_blocks = static_cast<std::uint32_t>(problem.rows / layout::kWeightBlock);
     params.column_blocks = static_cast<std::uint32_t>(problem.columns / layout::kWeightBlock);
-    params.power_of_two = problem.power_of_two;
+    params.rounding = device::scale_rounding(problem.power_of_two);
     const std::int64_t blocks = problem.num_experts * params.row_blocks * params.column_blocks;
     return launch_variant(*variant, static_cast<unsigned>(blocks), 0, &params, problem.stream);
 }

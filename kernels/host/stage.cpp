@@ -50,6 +50,7 @@ Status launch_stage(const StageProblem& problem) noexcept {
     params.num_slot_blocks = blocks_for(num_slots, std::int64_t{variant->threads} * device::kSlotsPerThread);
     params.top_k = static_cast<std::uint32_t>(problem.top_k);
     params.num_experts = static_cast<std::int32_t>(problem.num_experts);
+    params.rounding = device::scale_rounding(problem.power_of_two);
     params.idx_is_64_bit = problem.idx_is_64_bit;
     params.weights_are_bf16 = problem.weights_are_bf16;
     const unsigned x_blocks =

@@ -11,7 +11,7 @@ import torch
 import mega_moe
 from mega_moe._backends.decide import BACKENDS
 from mega_moe._backends.request import DTYPES
-from mega_moe._base.types import DW_PRECISIONS, PRECISIONS
+from mega_moe._base.types import DW_PRECISIONS, PRECISIONS, SCALE_FORMATS
 
 
 def main(argv: list[str]) -> int:
@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
     add("--num-reserved-sms", type=int, default=0, help="SMs that the fused kernels leave to others")
     add("--precision", choices=PRECISIONS, default="bf16", help="of the products")
     add("--dw-precision", choices=DW_PRECISIONS, default="bf16", help="of the weights' gradients' products")
+    add("--scale-format", choices=SCALE_FORMATS, default="fp32", help="of the fp8 precisions")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the tokens and weights")
     add("--backend", choices=("auto", *BACKENDS), default="auto", help="judge as if this one were named")
     add("--device", help="such as cpu or cuda:1")

@@ -116,6 +116,7 @@ def explain(
     num_ranks: int = 1,
     num_reserved_sms: int = 0,
     dw_precision: str = "bf16",
+    scale_format: str = "fp32",
     backend: str = "auto",
     device: torch.device | str | None = None,
 ) -> Explanation:
@@ -135,6 +136,7 @@ def explain(
         num_ranks,
         num_reserved_sms,
         dw_precision,
+        scale_format,
     )
     where = default_device(None) if device is None else as_device(device)
     return plan.forecast(request, [collect(where)], plan.wanted(backend), plan.wanted_strict(None))

@@ -4,12 +4,13 @@
 #include <cstring>
 
 #include "device/base/macros.cuh"
+#include "device/base/scale_rounding.h"
 
 namespace mega_moe::device {
 
 // The scale factor of one block and what is needed to divide by it with two instructions per element.
 struct GroupScale {
-    float scale;  // amax / 448, or 1 where that is 0; what is stored
+    float scale;  // amax / 448, or 1 where that is 0, rounded; what is stored
     float lift;   // power of two to multiply elements by first; 1 unless the scale is extreme
     float high;   // 1 / (scale * lift), rounded down, so that `low` is not negative
     float low;    // what `high` lacks
@@ -66,45 +67,42 @@ MEGA_MOE_HOST_DEVICE float float_of_bits(std::uint32_t bits) {
 #endif
 }
 
+// 1 / a of a power of two from 2^-126 to 2^126.
+MEGA_MOE_HOST_DEVICE float inverse_of_power(float a) {
+    return float_of_bits(0x7F000000 - bits_of_float(a));
+}
+
 // The next smaller number of a positive one.
 MEGA_MOE_HOST_DEVICE float next_below(float a) {
     return float_of_bits(bits_of_float(a) - 1);
 }
 
-// The smallest power of two that is not below a; a > 0 and at most 2^127. Inf and NaN stay.
-MEGA_MOE_HOST_DEVICE float power_of_two_above(float a) {
-    constexpr std::uint32_t kMantissa = 0x007FFFFF;
-    std::uint32_t bits = bits_of_float(a);
-    if (bits >= 0x7F800000) return a;
-    if (bits > kMantissa) return float_of_bits((bits + kMantissa) & ~kMantissa);
-    // A denormal: the number of its unit, up to that of the smallest normal number, which is 2^23.
-    --bits;
-    for (int shift = 1; shift < 32; shift *= 2)
-        bits |= bits >> shift;
-    return float_of_bits(bits + 1);
+// A normal number above 0, at most 2^127. Inf and NaN stay.
+MEGA_MOE_HOST_DEVICE float round_scale(float a, ScaleRounding rounding) {
+    const float rounded = float_of_bits((bits_of_float(a) + rounding.addend) & rounding.mask);
+    return a < INFINITY ? rounded : a;
 }
 
 // The scale factor of 128 rows of an operand of a weight's gradient, a column or more of them: amax / 448, or
 // 1 where that is 0, and no less than what has a reciprocal.
-MEGA_MOE_HOST_DEVICE float make_gradient_scale(float amax) {
+MEGA_MOE_HOST_DEVICE float make_gradient_scale(float amax, ScaleRounding rounding) {
     constexpr float kLeast = 0x1p-126f;
     const float scale = divide_rn(amax, kE4m3Max);
     // NaN stays.
-    return scale == 0.0f ? 1.0f : scale < kLeast ? kLeast : scale;
+    return round_scale(scale == 0.0f ? 1.0f : scale < kLeast ? kLeast : scale, rounding);
 }
 
-// amax >= 0, Inf or NaN. `power_of_two` rounds the scale up to one.
-MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax, bool power_of_two = false) {
+// amax >= 0, Inf or NaN.
+MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax, ScaleRounding rounding) {
     GroupScale g;
-    g.scale = divide_rn(amax, kE4m3Max);
+    float scale = divide_rn(amax, kE4m3Max);
     // Of zeros, or of an amax below about 3e-43, for which fp32 holds no scale: 0 / 0 would make the group
     // NaN.
-    if (g.scale == 0.0f) g.scale = 1.0f;
-    if (power_of_two) g.scale = power_of_two_above(g.scale);
-    g.lift = g.scale < kSmallestPlainScale  ? kLiftOfSmall
-             : g.scale > kLargestPlainScale ? kLiftOfLarge
-                                            : 1.0f;
-    const float divisor = g.scale * g.lift;
+    if (scale == 0.0f) scale = 1.0f;
+    g.lift = scale < kSmallestPlainScale ? kLiftOfSmall : scale > kLargestPlainScale ? kLiftOfLarge : 1.0f;
+    // Lifted, a scale is no denormal, and both products are exact.
+    const float divisor = round_scale(scale * g.lift, rounding);
+    g.scale = divisor * inverse_of_power(g.lift);
     g.high = reciprocal_rn(divisor);
     float residual = fused_multiply_add(-divisor, g.high, 1.0f);
     if (residual < 0.0f) {

@@ -38,7 +38,8 @@ struct RowFactors {
     float factor[2];
 };
 
-__device__ __forceinline__ RowFactors row_factors(float* d, const float (&weight)[2]) {
+__device__ __forceinline__ RowFactors row_factors(float* d, const float (&weight)[2],
+                                                  ScaleRounding rounding) {
     float amax[2];
     amax_of_rows(d, amax);
     RowFactors f;
@@ -46,7 +47,7 @@ __device__ __forceinline__ RowFactors row_factors(float* d, const float (&weight
     float lift[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const GroupScale own = make_group_scale(amax[i] * fabsf(weight[i]));
+        const GroupScale own = make_group_scale(amax[i] * fabsf(weight[i]), rounding);
         f.scale[i] = own.scale;
         f.factor[i] = weight[i] * own.high;
         lift[i] = own.lift;
@@ -76,10 +77,11 @@ __device__ __forceinline__ void stage_codes(const float* d, const float (&factor
 
 // Codes by the map's box of 128 x 16 at (column, row), scale factors to 16 words at `scales`, through 64
 // bytes of shared memory.
-__device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2], const void* map,
-                                              std::uint32_t buffer, std::uint32_t scale_buffer, int column,
-                                              int row, std::byte* scales, int lane) {
-    const RowFactors f = row_factors(d, weight);
+__device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2], ScaleRounding rounding,
+                                              const void* map, std::uint32_t buffer,
+                                              std::uint32_t scale_buffer, int column, int row,
+                                              std::byte* scales, int lane) {
+    const RowFactors f = row_factors(d, weight, rounding);
     if (lane == 0) ptx::bulk_wait_read<0>();
     __syncwarp();
     if (lane % 4 == 0) {
@@ -114,14 +116,15 @@ __device__ __forceinline__ float amax_of_fours(const float (&v)[4], int lane) {
 // row find one scale factor each, of group lane / 2 % 2 and row lane / 4 + 8 (lane % 2), which is returned.
 // Elements are lifted where their scale asks for that, and are to be multiplied by factor[group][row].
 __device__ __forceinline__ float factors_of_two_groups(float (&first)[64], float (&second)[64],
-                                                       float (&factor)[2][2], int lane) {
+                                                       float (&factor)[2][2], ScaleRounding rounding,
+                                                       int lane) {
     float amax[4] = {};
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
         amax[i / 2 % 2] = ptx::max_abs_nan(amax[i / 2 % 2], first[i]);
         amax[2 + i / 2 % 2] = ptx::max_abs_nan(amax[2 + i / 2 % 2], second[i]);
     }
-    const GroupScale own = make_group_scale(amax_of_fours(amax, lane));
+    const GroupScale own = make_group_scale(amax_of_fours(amax, lane), rounding);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         factor[i / 2][i % 2] = __shfl_sync(ptx::kAllLanes, own.high, i, 4);

@@ -102,7 +102,7 @@ class GradientOperands {
         float amax = 0.0f;
         for (int warp = 0; warp < warps_; ++warp)
             amax = ptx::max_abs_nan(amax, ptx::load_shared(shared.amax(turn) + warp * 4));
-        return make_gradient_scale(amax);
+        return make_gradient_scale(amax, p.rounding);
     }
     // Each thread those of one column or two, of what the warps have left in their buffers.
     template <class ScaleAt>
@@ -111,7 +111,7 @@ class GradientOperands {
             float amax = 0.0f;
             for (int warp = 0; warp < warps_; ++warp)
                 amax = ptx::max_abs_nan(amax, ptx::load_shared(shared.store_buffer(warp) + at * 4));
-            const float scale = make_gradient_scale(amax);
+            const float scale = make_gradient_scale(amax, p.rounding);
             ptx::store_shared(shared.factors() + at * 4, reciprocal_rn(scale));
             ptx::store(scales() + scale_at(at), scale);
         }

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "device/base/scale_rounding.h"
 #include "device/role/route_params.h"
 #include "layout/trace.h"
 
@@ -50,6 +51,7 @@ struct LayerParams {
     std::int32_t intermediate;
     std::int32_t first_per_warp;  // tokens that each warp copies before the roles part
     float clamp;                  // +inf: none
+    ScaleRounding rounding;       // of all that the kernel quantises
     std::uint32_t delay_seed;     // 0: none; else pauses in the communication roles, for tests
     bool returns_rows;            // sums are wanted, on all ranks alike
     layout::TraceBuffer trace;

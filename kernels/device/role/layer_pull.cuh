@@ -59,7 +59,7 @@ class Puller {
             ptx::bulk_commit();
             if constexpr (C::kQuantisesRows)
                 quantise_piece(p.codes[piece.moved], view, piece.of, p.hidden, piece.offset, piece.bytes,
-                               shared.pull_buffer(landing_.at));
+                               p.rounding, shared.pull_buffer(landing_.at));
             landing_.next();
             stored(before);
             if (uncounted_ == kRowsPerCount) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView&
                         const int left = row_bytes / 256 - group;
                         if (left > 0)
                             quantise_arrived(p.codes[moved], view, t, p.hidden, group, min(left, 2 * kQuad),
-                                             quad);
+                                             p.rounding, quad);
                     }
                 }
             }

@@ -55,7 +55,7 @@ __device__ __forceinline__ QuantisedRows staged_groups(const LayerParams& p, std
     return {p.moved[0].from + first * p.hidden * 2,
             e.at<std::byte>(e.rank, p.moved[0].staged) + first * p.hidden,
             e.at<float>(e.rank, p.moved_scales.staged) + first * groups,
-            static_cast<std::uint32_t>(tokens * groups)};
+            static_cast<std::uint32_t>(tokens * groups), p.rounding};
 }
 
 // All threads: this CTA's blocks of what travels into the symmetric buffer, where the other ranks find them,

@@ -15,11 +15,11 @@ namespace mega_moe::device {
 // One warp: up to eight groups of a token's row, from `first` on, to each of its slots.
 __device__ __forceinline__ void quantise_arrived(const ArrivedCodes& to, const ChunkView& view,
                                                  const TokenRows& t, int hidden, int first, int groups,
-                                                 uint4 (&v)[kQuad]) {
+                                                 ScaleRounding rounding, uint4 (&v)[kQuad]) {
     const int lane = static_cast<int>(ptx::lane_id());
     const int half = lane / kLanesPerGroup;
     const int odd = lane & 1;
-    const QuantisedQuad quad = quantise_quad(v, lane);
+    const QuantisedQuad quad = quantise_quad(v, rounding, lane);
     const int own = quad_vector(lane);
     const int groups_left = groups - half;
 #pragma unroll 1
@@ -39,7 +39,7 @@ __device__ __forceinline__ void quantise_arrived(const ArrivedCodes& to, const C
 // The same of a piece of a row in shared memory, `bytes` of bf16 from byte `offset` of the row on.
 __device__ __forceinline__ void quantise_piece(const ArrivedCodes& to, const ChunkView& view,
                                                const TokenRows& t, int hidden, int offset, int bytes,
-                                               std::uint32_t buffer) {
+                                               ScaleRounding rounding, std::uint32_t buffer) {
     constexpr int kGroupBytes = layout::kQuantGroup * 2;
     const std::uint32_t lane_at = ptx::lane_id() * 16;
 #pragma unroll 1
@@ -50,7 +50,7 @@ __device__ __forceinline__ void quantise_piece(const ArrivedCodes& to, const Chu
             v[i] = at + i * 512 < bytes ? ptx::load_shared_vector(buffer + at + i * 512 + lane_at)
                                         : uint4{0, 0, 0, 0};
         quantise_arrived(to, view, t, hidden, (offset + at) / kGroupBytes,
-                         min((bytes - at) / kGroupBytes, 2 * kQuad), v);
+                         min((bytes - at) / kGroupBytes, 2 * kQuad), rounding, v);
     }
 }
 

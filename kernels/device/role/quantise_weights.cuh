@@ -73,7 +73,7 @@ __device__ __forceinline__ void quantise_weight_block(const QuantiseWeightsParam
     for (int i = 0; i < kPatch; ++i)
         v[i] = ptx::load_stream(p.weight + (first + i * columns) * 2);
 
-    const GroupScale scale = make_group_scale(amax_of_block(v, shared.amax), p.power_of_two);
+    const GroupScale scale = make_group_scale(amax_of_block(v, shared.amax), p.rounding);
     if (threadIdx.x == 0) ptx::store(p.scales + block, scale.scale);
     if (scale.lift != 1.0f) {
 #pragma unroll

@@ -2,6 +2,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "device/base/scale_rounding.h"
+
 namespace mega_moe::device {
 
 // Parameters of the kernel that makes a weight's e4m3 copies. A copy that nobody wants is null.
@@ -12,7 +14,7 @@ struct QuantiseWeightsParams {
     float* scales;                // [experts, rows / 128, columns / 128]
     std::uint32_t row_blocks;     // of 128, of one expert
     std::uint32_t column_blocks;
-    bool power_of_two;  // round scales up to one
+    ScaleRounding rounding;
 };
 
 }  // namespace mega_moe::device

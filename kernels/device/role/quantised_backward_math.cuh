@@ -251,7 +251,7 @@ class QuantisedBackwardMath {
         const std::uint32_t buffer = shared.store_buffer(math_warp_);
         std::byte* first = p.dz_codes + row * row_bytes + t.column;
         float factor[2][2];
-        const float scale = factors_of_two_groups(dg, du, factor, lane);
+        const float scale = factors_of_two_groups(dg, du, factor, p.rounding, lane);
         store_block_directly([&] { stage_codes(dg, factor[0], buffer, lane); }, first, row_bytes, buffer,
                              lane);
         store_block_directly([&] { stage_codes(du, factor[1], buffer, lane); }, first + p.intermediate,

@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, con
         swiglu_tile<false, false>(d, weight, p.clamp);
     const std::int64_t run =
         layout::scale_run(t.pool_row, t.column_block, p.intermediate / layout::kQuantGroup);
-    quantise_rows(d, weight, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
+    quantise_rows(d, weight, p.rounding, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
                   t.pool_row + warp_row, p.h_scales + run * layout::kRowScaleBytes + warp_row * 4, lane);
     unpublished.counter += static_cast<std::int32_t>(p.gate_up_done);
 }

@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
 
+#include "device/base/scale_rounding.h"
+
 namespace mega_moe::device {
 
 // Parameters of the staging kernel. x is contiguous on both sides with equal rows, so it is one run of
@@ -20,6 +22,7 @@ struct StageParams {
     std::uint32_t num_slot_blocks;
     std::uint32_t top_k;
     std::int32_t num_experts;
+    ScaleRounding rounding;  // unused by the copying form
     bool idx_is_64_bit;
     bool weights_are_bf16;
 };

@@ -66,8 +66,8 @@ __device__ __forceinline__ int quad_vector(int lane) {
 }
 
 // By one warp; `v` are consecutive loads of 512 bytes.
-__device__ __forceinline__ QuantisedQuad quantise_quad(uint4 (&v)[kQuad], int lane) {
-    const GroupScale own = make_group_scale(amax_of_own_group(v, lane));
+__device__ __forceinline__ QuantisedQuad quantise_quad(uint4 (&v)[kQuad], ScaleRounding rounding, int lane) {
+    const GroupScale own = make_group_scale(amax_of_own_group(v, lane), rounding);
     if (__any_sync(kWholeWarp, own.lift != 1.0f)) {
 #pragma unroll
         for (int i = 0; i < kQuad; ++i) {
@@ -96,6 +96,7 @@ struct QuantisedRows {
     void* codes;    // e4m3
     float* scales;  // one per group
     uint32_t num_groups;
+    ScaleRounding rounding;
 };
 
 inline constexpr uint32_t kGroupsPerWarp = 2 * kQuad;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint3
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int half = lane / kLanesPerGroup;
     const int groups_left = groups_of_half(rows, first_group);
-    const QuantisedQuad quad = quantise_quad(v, lane);
+    const QuantisedQuad quad = quantise_quad(v, rows.rounding, lane);
     const int own = quad_vector(lane);
     if (own >= 0 && 2 * own < groups_left) rows.scales[first_group + 2 * own + half] = quad.scale;
     const int odd = lane & 1;
@@ -140,7 +141,7 @@ __device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint3
 template <class Config>
 __device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t tile) {
     static_assert(Config::kVectors == kQuad, "a warp reduces its vectors as one quad");
-    const QuantisedRows rows{p.x, p.staged_x, p.staged_sf, p.num_groups};
+    const QuantisedRows rows{p.x, p.staged_x, p.staged_sf, p.num_groups, p.rounding};
     const uint32_t first_group = (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroupsPerWarp;
     if (first_group >= rows.num_groups) return;
     uint4 v[kQuad];

@@ -30,6 +30,7 @@ struct BackwardProblem {
     std::int64_t saved_rows;   // as in the forward; 0: gate and up are computed again
     float clamp;               // of gate and up; +inf: none
     std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
+    bool power_of_two;         // if quantised: round scale factors of x, dy and dz up to one
     bool needs_dx;
     bool needs_dtopk;
     bool gradients_are_fp32;  // of the weights

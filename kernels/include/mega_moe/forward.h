@@ -25,6 +25,7 @@ struct ForwardProblem {
     std::int64_t trace_bytes;
     std::int64_t saved_rows;  // a multiple of 128; 0: nothing is saved
     bool x_is_e4m3;
+    bool power_of_two;         // if quantised: round scale factors of x and h up to one
     float clamp;               // of gate and up; +inf: none
     std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
 };

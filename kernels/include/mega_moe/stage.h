@@ -35,6 +35,7 @@ struct StageProblem {
     bool idx_is_64_bit;
     bool weights_are_bf16;
     bool quantise;
+    bool power_of_two;  // round scale factors up to one
     int device;
     void* stream;  // cudaStream_t
 };

@@ -13,7 +13,11 @@ namespace {
 
 using mega_moe::device::divide_by_scale;
 using mega_moe::device::GroupScale;
+using mega_moe::device::kFp32Scales;
+using mega_moe::device::kPowerOfTwoScales;
+using mega_moe::device::make_gradient_scale;
 using mega_moe::device::make_group_scale;
+using mega_moe::device::ScaleRounding;
 
 constexpr std::uint32_t kInfinity = 0x7F80;
 
@@ -68,7 +72,7 @@ void check_pair(float amax, float element, const GroupScale& g) {
 void test_all_finite_pairs() {
     for (std::uint32_t amax_bits = 0; amax_bits < kInfinity; ++amax_bits) {
         const float amax = from_bf16(amax_bits);
-        const GroupScale g = make_group_scale(amax);
+        const GroupScale g = make_group_scale(amax, kFp32Scales);
         const float scale = amax_bits == 0 ? 1.0f : amax / 448.0f;
         CHECK(bits_of(g.scale) == bits_of(scale), "scale of %a is %a, want %a", amax, g.scale, scale);
         // Codes depend on the ratio, so 20 binades below the amax show all that do not vanish; one more, and
@@ -88,12 +92,12 @@ void test_all_finite_pairs() {
 // bf16 holds no amax that small, but activations in fp32 may have one.
 void test_amax_without_a_scale() {
     for (const float amax : {0x1p-149f, 0x64p-149f, 0xE0p-149f}) {
-        const GroupScale g = make_group_scale(amax);
+        const GroupScale g = make_group_scale(amax, kFp32Scales);
         CHECK(g.scale == 1.0f, "scale of %a is %a, want 1", amax, g.scale);
         CHECK(to_e4m3(divide_by_scale(amax * g.lift, g.high, g.low)) == 0x00, "%a is not 0", amax);
         CHECK(to_e4m3(divide_by_scale(-amax * g.lift, g.high, g.low)) == 0x80, "%a is not -0", -amax);
     }
-    const float scale = make_group_scale(0xE1p-149f).scale;
+    const float scale = make_group_scale(0xE1p-149f, kFp32Scales).scale;
     CHECK(scale == 0x1p-149f, "the smallest amax that has a scale has %a", scale);
 }
 
@@ -101,7 +105,7 @@ void test_amax_without_a_scale() {
 void test_one_product_is_not_enough() {
     int wrong = 0;
     for (std::uint32_t amax_bits = 0x3F80; amax_bits < 0x4000; ++amax_bits) {
-        const GroupScale g = make_group_scale(from_bf16(amax_bits));
+        const GroupScale g = make_group_scale(from_bf16(amax_bits), kFp32Scales);
         for (std::uint32_t bits = amax_bits - 20 * 128; bits <= amax_bits; ++bits) {
             const float element = from_bf16(bits);
             wrong += to_e4m3(element * (1.0f / g.scale)) != to_e4m3(element / g.scale);
@@ -112,13 +116,13 @@ void test_one_product_is_not_enough() {
 
 void test_infinity_and_nan() {
     const float infinity = std::numeric_limits<float>::infinity();
-    const GroupScale g = make_group_scale(infinity);
+    const GroupScale g = make_group_scale(infinity, kFp32Scales);
     CHECK(g.scale == infinity, "scale of Inf is %g", g.scale);
     for (std::uint32_t bits = 0; bits <= kInfinity; ++bits) {
         check_pair(infinity, from_bf16(bits), g);
         check_pair(infinity, -from_bf16(bits), g);
     }
-    const GroupScale n = make_group_scale(std::numeric_limits<float>::quiet_NaN());
+    const GroupScale n = make_group_scale(std::numeric_limits<float>::quiet_NaN(), kFp32Scales);
     CHECK(std::isnan(n.scale), "scale of NaN is %g", n.scale);
     CHECK(std::isnan(divide_by_scale(1.0f * n.lift, n.high, n.low)), "quotient by NaN");
 }
@@ -128,7 +132,7 @@ void test_smallest_of_fp32() {
     const float smallest = 0x1p-149f;
     for (int units = 1; units < 4096; ++units) {
         const float amax = static_cast<float>(units) * smallest;
-        const GroupScale g = make_group_scale(amax);
+        const GroupScale g = make_group_scale(amax, kFp32Scales);
         CHECK(g.scale == (amax / 448.0f == 0.0f ? 1.0f : amax / 448.0f), "scale of %a is %a", amax, g.scale);
         for (const float element : {0.0f, smallest, amax}) {
             check_pair(amax, element, g);
@@ -145,8 +149,8 @@ void test_smallest_of_fp32() {
 void test_powers_of_two() {
     for (std::uint32_t amax_bits = 0; amax_bits < kInfinity; ++amax_bits) {
         const float amax = from_bf16(amax_bits);
-        const GroupScale g = make_group_scale(amax, true);
-        const float least = make_group_scale(amax).scale;
+        const GroupScale g = make_group_scale(amax, kPowerOfTwoScales);
+        const float least = make_group_scale(amax, kFp32Scales).scale;
         int exponent = 0;
         CHECK(std::frexp(g.scale, &exponent) == 0.5f, "scale of %a is %a", amax, g.scale);
         CHECK(least <= g.scale && (g.scale / 2 < least || g.scale == 0x1p-149f),
@@ -156,16 +160,36 @@ void test_powers_of_two() {
             check_pair(amax, -from_bf16(amax_bits - drop), g);
         }
     }
+    const float smallest = 0x1p-149f;
+    for (int units = 1; units < 4096; ++units) {
+        const float amax = static_cast<float>(units) * smallest;
+        const GroupScale g = make_group_scale(amax, kPowerOfTwoScales);
+        const float least = make_group_scale(amax, kFp32Scales).scale;
+        CHECK(least <= g.scale && (g.scale / 2 < least || g.scale == smallest), "scale of %a is %a, least %a",
+              amax, g.scale, least);
+        check_pair(amax, amax, g);
+    }
     const float infinity = std::numeric_limits<float>::infinity();
-    CHECK(make_group_scale(infinity, true).scale == infinity, "scale of Inf");
-    CHECK(std::isnan(make_group_scale(std::numeric_limits<float>::quiet_NaN(), true).scale), "scale of NaN");
+    CHECK(make_group_scale(infinity, kPowerOfTwoScales).scale == infinity, "scale of Inf");
+    CHECK(std::isnan(make_group_scale(std::numeric_limits<float>::quiet_NaN(), kPowerOfTwoScales).scale),
+          "scale of NaN");
+}
+
+// What the lift and the comparison are for: the bits alone make a normal number of a denormal, and 0 of a
+// NaN.
+void test_bits_alone_are_not_enough() {
+    const auto alone = [](float a) {
+        return (bits_of(a) + kPowerOfTwoScales.addend) & kPowerOfTwoScales.mask;
+    };
+    CHECK(alone(0x3p-149f) == bits_of(0x1p-126f), "%08x", alone(0x3p-149f));
+    CHECK(alone(std::numeric_limits<float>::quiet_NaN()) == 0, "NaN");
 }
 
 // Of an operand of a weight's gradient: amax / 448 wherever that has a finite reciprocal.
 void test_gradient_scale() {
     for (std::uint32_t amax_bits = 0; amax_bits < kInfinity; ++amax_bits) {
         const float amax = from_bf16(amax_bits);
-        const float scale = mega_moe::device::make_gradient_scale(amax);
+        const float scale = make_gradient_scale(amax, kFp32Scales);
         const float plain = amax / 448.0f;
         CHECK(scale == (plain == 0.0f       ? 1.0f
                         : plain < 0x1p-126f ? 0x1p-126f
@@ -173,17 +197,25 @@ void test_gradient_scale() {
               "scale of %a is %a", amax, scale);
         CHECK(std::isfinite(1.0f / scale) && amax * (1.0f / scale) <= 448.0f * (1.0f + 0x1p-22f),
               "amax %a becomes %a", amax, amax * (1.0f / scale));
+        const float rounded = make_gradient_scale(amax, kPowerOfTwoScales);
+        int exponent = 0;
+        CHECK(std::frexp(rounded, &exponent) == 0.5f && scale <= rounded && rounded / 2 < scale,
+              "scale of %a is %a, least %a", amax, rounded, scale);
+        CHECK(std::isfinite(1.0f / rounded), "1 / %a", rounded);
     }
-    const float infinity = std::numeric_limits<float>::infinity();
-    CHECK(mega_moe::device::make_gradient_scale(infinity) == infinity, "scale of Inf");
-    CHECK(std::isnan(mega_moe::device::make_gradient_scale(std::numeric_limits<float>::quiet_NaN())),
-          "scale of NaN");
+    for (const ScaleRounding rounding : {kFp32Scales, kPowerOfTwoScales}) {
+        const float infinity = std::numeric_limits<float>::infinity();
+        CHECK(make_gradient_scale(infinity, rounding) == infinity, "scale of Inf");
+        CHECK(std::isnan(make_gradient_scale(std::numeric_limits<float>::quiet_NaN(), rounding)),
+              "scale of NaN");
+    }
 }
 
 }  // namespace
 
 void test_group_scale() {
     test_gradient_scale();
+    test_bits_alone_are_not_enough();
     test_powers_of_two();
     test_encoder();
     test_all_finite_pairs();

@@ -23,23 +23,25 @@ class FusedExecutor:
 
     ``backward`` is used where the memory of ``kernels`` was not made for the backward kernel. It computes everything
     again from the inputs, and agrees with the other ranks as it always does. It must not use the staging area of the
-    buffer, from which a forward on another stream may be reading.
+    buffer, from which a forward on another stream may be reading. ``power_of_two``: scales of fp8 are.
     """
 
     dtypes = (torch.bfloat16,)
     stages_by = "kernel"
 
-    def __init__(self, kernels: KernelRank, backward: LayerExecutor) -> None:
+    def __init__(self, kernels: KernelRank, backward: LayerExecutor, power_of_two: bool = False) -> None:
         self._kernels = kernels
-        self._kernel = KernelForward(kernels)
-        self._kernel_backward = KernelBackward(kernels) if kernels.shape.backward else None
+        self._kernel = KernelForward(kernels, power_of_two)
+        self._kernel_backward = KernelBackward(kernels, power_of_two) if kernels.shape.backward else None
         self._backward = backward
         # None where no kernel reads e4m3 weights.
         shape = kernels.shape
         reads = shape.quantise or shape.quantise_backward
-        self.weight_copies = WeightCopies(backward=shape.quantise_backward) if reads else None
+        self.weight_copies = (
+            WeightCopies(backward=shape.quantise_backward, power_of_two=power_of_two) if reads else None
+        )
         both = shape.quantise and shape.quantise_backward
-        self.given_codes = GivenCodes(kernels) if both else None
+        self.given_codes = GivenCodes(kernels, power_of_two) if both else None
 
     def forward(
         self,

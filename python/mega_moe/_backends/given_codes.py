@@ -30,10 +30,10 @@ class GivenCodes:
     of an x in bf16, stage theirs there too.
     """
 
-    def __init__(self, kernels: KernelRank) -> None:
+    def __init__(self, kernels: KernelRank, power_of_two: bool = False) -> None:
         self._kernels = kernels
-        self._forward = KernelForward(kernels)
-        self._backward = KernelBackward(kernels)
+        self._forward = KernelForward(kernels, power_of_two)
+        self._backward = KernelBackward(kernels, power_of_two)
         self.x, self.x_scales = kernels.staged_codes()
 
     def forward(

@@ -24,10 +24,14 @@ class Gradients(NamedTuple):
 
 
 class KernelBackward:
-    """The fused backward kernel on the memory of ``kernels``. Launches never wait for the device."""
+    """The fused backward kernel on the memory of ``kernels``. Launches never wait for the device.
 
-    def __init__(self, kernels: KernelRank) -> None:
+    ``power_of_two``: in fp8 it rounds the scales of what it quantises up to powers of two.
+    """
+
+    def __init__(self, kernels: KernelRank, power_of_two: bool = False) -> None:
         self._kernels = kernels
+        self._power_of_two = power_of_two
 
     def backward(
         self,
@@ -75,8 +79,9 @@ class KernelBackward:
         ]
         summary = kernels.new_summary()
         weights: tuple[Tensor | None, ...]
-        # Of the shape, what one form alone takes.
+        # What the fp8 kernel alone takes: of the shape, and of the scales.
         form: tuple[bool, ...] = ()
+        rounding: tuple[bool, ...] = ()
         if copies is None:
             op, weights = (
                 "moe_backward",
@@ -89,6 +94,7 @@ class KernelBackward:
         else:
             gate_up, down = copies
             op, form = "moe_backward_fp8", (shape.quantise, shape.quantise_gradients)
+            rounding = (self._power_of_two,)
             weights = (gate_up.codes, gate_up.transposed, gate_up.scales, down.transposed, down.scales)
         kernels.call(
             lambda: getattr(library.require(), op)(
@@ -111,6 +117,7 @@ class KernelBackward:
                 kernels.num_sms,
                 *kernels.limits_ns,
                 math.inf if clamp is None else clamp,
+                *rounding,
                 into is not None and not overwrite,
                 delay_seed,
                 0 if trace is None else trace.data_ptr(),

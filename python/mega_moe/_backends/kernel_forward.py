@@ -14,10 +14,14 @@ from mega_moe._ops import library
 
 
 class KernelForward:
-    """The fused forward kernel on the memory of ``kernels``. Launches never wait for the device."""
+    """The fused forward kernel on the memory of ``kernels``. Launches never wait for the device.
 
-    def __init__(self, kernels: KernelRank) -> None:
+    ``power_of_two``: in fp8 it rounds the scales of what it quantises up to powers of two.
+    """
+
+    def __init__(self, kernels: KernelRank, power_of_two: bool = False) -> None:
         self._kernels = kernels
+        self._power_of_two = power_of_two
 
     def forward(
         self,
@@ -49,9 +53,12 @@ class KernelForward:
         weights: tuple[Tensor | None, ...]
         # What the kernel saves, beside y.
         saved: tuple[Tensor, ...] = ()
+        # What the fp8 kernel alone takes.
+        rounding: tuple[bool, ...] = ()
         if isinstance(w_gate_up, WeightCopy) and isinstance(w_down, WeightCopy):
             if saved_gate_up is not None:
                 raise TypeError("saved_gate_up: got a tensor, want None: the fp8 kernel saves nothing")
+            rounding = (self._power_of_two,)
             op, weights = "moe_forward_fp8", (w_gate_up.codes, w_gate_up.scales, w_down.codes, w_down.scales)
         elif isinstance(w_gate_up, Tensor) and isinstance(w_down, Tensor):
             op, weights = "moe_forward", (w_gate_up, w_down)
@@ -77,6 +84,7 @@ class KernelForward:
                 kernels.num_sms,
                 *kernels.limits_ns,
                 math.inf if clamp is None else clamp,
+                *rounding,
                 delay_seed,
                 0 if trace is None else trace.data_ptr(),
                 0 if trace is None else trace.numel() * trace.element_size(),

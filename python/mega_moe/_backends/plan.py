@@ -165,18 +165,18 @@ def build_executor(
         "fused": _stand_in(request),
         "deep_gemm": lambda: DeepGemmArithmetic(deep_gemm_library.require()),
         "grouped": GroupedArithmetic,
-        "reference": lambda: ReferenceArithmetic(request.precision, request.dw_precision),
+        "reference": lambda: _reference(request),
     }
     fused = explanation.chosen == "fused"
     if explanation.chosen not in makers or (fused and kernels is None):
         raise MegaMoEError(f"the backend {explanation.chosen!r} was chosen, but this process cannot run it")
     transport: Transport = LocalTransport() if group is None else GroupTransport(group)
     # The fused backend's backward keeps off the staging area, from which a forward on another stream may be reading.
-    plain_stager = TorchStager(request.num_experts)
+    plain_stager = TorchStager(request.num_experts, request.power_of_two)
     memory = None if kernels is None else kernels.staging
     stager = plain_stager if fused else _stager(request, facts, device, memory, plain_stager)
     plain = PlainExecutor(request, makers[explanation.chosen](), stager, control, transport)
-    return FusedExecutor(kernels, plain) if fused and kernels is not None else plain
+    return FusedExecutor(kernels, plain, request.power_of_two) if fused and kernels is not None else plain
 
 
 def saved_rows(kernels: KernelRank | None, share: float) -> SavedRows:
@@ -191,7 +191,11 @@ def _stand_in(request: Request) -> Callable[[], Arithmetic]:
     """Of the fused backend's backward, where the wheel holds no kernel for it."""
     if request.backward_precision == "bf16":
         return GroupedArithmetic
-    return lambda: ReferenceArithmetic(request.precision, request.dw_precision)
+    return lambda: _reference(request)
+
+
+def _reference(request: Request) -> ReferenceArithmetic:
+    return ReferenceArithmetic(request.precision, request.dw_precision, power_of_two=request.power_of_two)
 
 
 def buffer_nbytes(request: Request, backend: str | None = None, training: bool = True) -> int:

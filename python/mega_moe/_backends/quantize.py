@@ -54,7 +54,7 @@ def quantize_weight(weight: Tensor, power_of_two: bool = False, least: float = 0
     return _codes(blocks, scale).view(n, k), scale[:, 0, :, 0]
 
 
-def gradient_product(rows: Tensor, columns: Tensor) -> Tensor:
+def gradient_product(rows: Tensor, columns: Tensor, power_of_two: bool = False) -> Tensor:
     """fp32 ``[A, B] = rows^T columns`` of ``rows [M, A]`` and ``columns [M, B]``, both quantised along M.
 
     Of blocks of 128 of the M, the last one filled up with zeros, ``rows`` has a scale for each column and ``columns``
@@ -62,8 +62,8 @@ def gradient_product(rows: Tensor, columns: Tensor) -> Tensor:
     """
     missing = -rows.shape[0] % SCALE_BLOCK
     left, right = (torch.nn.functional.pad(v, (0, 0, 0, missing)).T.contiguous() for v in (rows, columns))
-    least = _LEAST_OF_GRADIENT
-    return scaled_product(quantize_rows(left, least=least), quantize_weight(right, least=least))
+    how = {"power_of_two": power_of_two, "least": _LEAST_OF_GRADIENT}
+    return scaled_product(quantize_rows(left, **how), quantize_weight(right, **how))
 
 
 def scaled_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:

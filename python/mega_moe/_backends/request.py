@@ -11,6 +11,7 @@ from mega_moe._base.types import (
     MAX_TOKENS_PER_RANK,
     MAX_TOP_K,
     PRECISIONS,
+    SCALE_FORMATS,
     check_dw_precision,
     positive_int,
 )
@@ -21,7 +22,7 @@ DTYPES = ("bfloat16", "float32", "float64")
 @dataclass(frozen=True)
 class Request:
     """The static part of a layer. ``dtype`` is that of x and of the weights, ``dw_precision`` that of the products that
-    the weights' gradients are."""
+    the weights' gradients are, ``scale_format`` that of fp8."""
 
     num_experts: int
     max_tokens_per_rank: int
@@ -33,6 +34,7 @@ class Request:
     num_ranks: int = 1
     num_reserved_sms: int = 0
     dw_precision: str = "bf16"
+    scale_format: str = "fp32"
 
     def __post_init__(self) -> None:
         positive_int("num_experts", self.num_experts, MAX_EXPERTS)
@@ -45,6 +47,7 @@ class Request:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: got {self.precision!r}, want one of {', '.join(PRECISIONS)}")
         check_dw_precision(self.dw_precision, self.precision)
+        check_scale_format(self.scale_format, self.precision)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype}, want one of {', '.join(DTYPES)}")
         if self.num_experts % self.num_ranks:
@@ -70,5 +73,20 @@ class Request:
         """The backward kernel, as variants.toml names its op."""
         return "backward_gradients" if self.dw_precision == "fp8" else "backward"
 
+    @property
+    def power_of_two(self) -> bool:
+        """Whether scales are rounded up to powers of two."""
+        return self.scale_format == "power_of_two"
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def check_scale_format(scale_format: str, precision: str) -> None:
+    """ValueError for one that is not known, or that ``precision`` has no scales for."""
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format: got {scale_format!r}, want one of {', '.join(SCALE_FORMATS)}")
+    if scale_format != "fp32" and precision not in ("fp8", "fp8_bwd"):
+        raise ValueError(
+            f"scale_format: got {scale_format!r} with precision {precision!r}, want it with precision fp8 or fp8_bwd"
+        )

@@ -40,8 +40,9 @@ class Stager(Protocol):
 class TorchStager:
     name = "torch"
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, power_of_two: bool = False) -> None:
         self._num_experts = num_experts
+        self.power_of_two = power_of_two
 
     def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantise: bool) -> Staged:
         ids = topk_idx.to(torch.int64)
@@ -51,12 +52,15 @@ class TorchStager:
             bad = torch.stack((wrong.any().to(torch.int64), pair, ids.reshape(-1)[pair]))
         else:
             bad = ids.new_zeros(3)
-        payload = quantize.quantize_rows(x) if quantise else (x,)
+        payload = quantize.quantize_rows(x, self.power_of_two) if quantise else (x,)
         return Staged(payload, ids.masked_fill(wrong, -1), topk_weights.to(wide(x.dtype)), bad)
 
 
 class KernelStager:
-    """The staging kernel, into ``memory`` (uint8, on the device), as ``staging_layout`` of the library divides it."""
+    """The staging kernel, into ``memory`` (uint8, on the device), as ``staging_layout`` of the library divides it.
+
+    Scales are rounded as those of ``plain``, which stages what the kernel does not take.
+    """
 
     name = "kernel"
 
@@ -80,7 +84,9 @@ class KernelStager:
         ops = library.require()
         tokens, width = x.shape[0], self._hidden
         address, size = self._memory.data_ptr(), self._memory.numel()
-        ops.stage(x, topk_idx, topk_weights, address, size, self._max_tokens, self._num_experts, quantise)
+        power_of_two = quantise and self._plain.power_of_two
+        sizes = address, size, self._max_tokens, self._num_experts
+        ops.stage(x, topk_idx, topk_weights, *sizes, quantise, power_of_two)
         at = ops.staging_layout(self._max_tokens, self._top_k, width, quantise)
         if quantise:
             codes = self._view(at[0], quantize.E4M3, (tokens, width))

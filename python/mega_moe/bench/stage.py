@@ -101,6 +101,7 @@ class _StageCall:
                 shape.tokens,
                 shape.num_experts,
                 quantise,
+                False,
             )
 
         self.calls = [lambda index=index: call_of(index) for index in range(INPUT_SETS)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_moe._backends.decide import BACKENDS
+from mega_moe._backends.request import check_scale_format
 from mega_moe._backends.saved import check_share
 from mega_moe._base.types import MAX_TOKENS_PER_RANK, PRECISIONS, check_dw_precision, positive_int
 
@@ -30,6 +31,7 @@ class DispatchConfig:
             such as "50%" (spread evenly over the depth), or a list of numbers.
         save_gate_up: as of `mega_moe.MoEBuffer`: memory for a shorter backward; 0 computes gate and up again.
         dw_precision: "bf16" or "fp8", as of `mega_moe.MoEBuffer`: of the products that the weights' gradients are.
+        scale_format: "fp32" or, with the fp8 precisions, "power_of_two", as of `mega_moe.MoEBuffer`.
 
     Raises ValueError or TypeError that names the key, what it holds and what it may hold.
     """
@@ -42,6 +44,7 @@ class DispatchConfig:
     layers: str | tuple[int, ...] = "all"
     save_gate_up: float = 0.0
     dw_precision: str = "bf16"
+    scale_format: str = "fp32"
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
@@ -51,6 +54,7 @@ class DispatchConfig:
             positive_int("max_tokens_per_rank", self.max_tokens_per_rank, MAX_TOKENS_PER_RANK)
         positive_int("num_reserved_sms", self.num_reserved_sms, zero=True)
         check_share(self.save_gate_up)
+        check_scale_format(self.scale_format, self.precision)
         if self.strict is not None and not isinstance(self.strict, bool):
             raise TypeError(f"strict: got {self.strict!r}, want true or false")
         if isinstance(self.layers, str):

@@ -120,6 +120,7 @@ def convert(
                     max_tokens_per_rank=tokens,
                     precision=config.precision,
                     dw_precision=config.dw_precision,
+                    scale_format=config.scale_format,
                     backend=config.backend,
                     dtype=dtype or site.adapter.dtype or _weight(site).dtype,
                     device=device or _device(site),

@@ -15,9 +15,9 @@ from mega_moe._backends.swiglu import activate, rounded_sigmoid
 class OfCopies(ReferenceArithmetic):
     """The fp8 forward on weights that are e4m3 copies already."""
 
-    def __init__(self, *scales: Tensor) -> None:
+    def __init__(self, *scales: Tensor, power_of_two: bool) -> None:
         super().__init__("fp8")
-        self._scales = scales
+        self._scales, self._power_of_two = scales, power_of_two
 
     def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
         blocks, start = [], 0
@@ -29,7 +29,7 @@ class OfCopies(ReferenceArithmetic):
             )
             z = scaled_product((x[0][rows], x[1][rows]), gate_up).bfloat16()
             h = activate(z, experts.clamp, rounded_sigmoid) * weight[rows, None]
-            blocks.append(scaled_product(quantize_rows(h), down).bfloat16())
+            blocks.append(scaled_product(quantize_rows(h, self._power_of_two), down).bfloat16())
         return torch.cat(blocks)
 
 
@@ -48,17 +48,9 @@ class FoundCodes(TorchStager):
 class BackwardOfCopies(ReferenceArithmetic):
     """The fp8 backward on e4m3 copies of the weights: all of w_gate_up, and the transposed one of w_down."""
 
-    def __init__(
-        self,
-        gate_up: Tensor,
-        gate_up_t: Tensor,
-        gate_up_sf: Tensor,
-        down_t: Tensor,
-        down_sf: Tensor,
-        dw_precision: str,
-    ):
-        super().__init__("fp8", dw_precision)
-        self._copies = (gate_up, gate_up_t, gate_up_sf, down_t, down_sf)
+    def __init__(self, *copies: Tensor, dw_precision: str, power_of_two: bool) -> None:
+        super().__init__("fp8", dw_precision, power_of_two=power_of_two)
+        self._copies = copies
         self._expert = -1
 
     def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
@@ -66,7 +58,7 @@ class BackwardOfCopies(ReferenceArithmetic):
         parts, start = [], 0
         for expert, count in enumerate(experts.counts):
             rows = slice(start, start := start + count)
-            self._backward = _Copied(*(copy[expert] for copy in self._copies))
+            self._backward = _Copied(*(copy[expert] for copy in self._copies), self._power_of_two)
             one = Experts(experts.gate_up[expert][None], experts.down[expert][None], [count], experts.clamp)
             parts.append(super().backward(x[rows], dy[rows], weight[rows], one, wanted))
         return RowGrads(
@@ -78,14 +70,21 @@ class _Copied:
     """Products of one expert, known by their extents: I, 2 I and H differ."""
 
     def __init__(
-        self, gate_up: Tensor, gate_up_t: Tensor, gate_up_sf: Tensor, down_t: Tensor, down_sf: Tensor
+        self,
+        gate_up: Tensor,
+        gate_up_t: Tensor,
+        gate_up_sf: Tensor,
+        down_t: Tensor,
+        down_sf: Tensor,
+        power_of_two: bool,
     ):
+        self._power_of_two = power_of_two
         pairs = ((gate_up, gate_up_sf), (gate_up_t, gate_up_sf.T), (down_t, down_sf.T))
         self._by_extents = {tuple(codes.shape): (codes, scales) for codes, scales in pairs}
         assert len(self._by_extents) == 3
 
     def encode(self, value: Tensor, dtype: torch.dtype) -> Payload:
-        return quantize_rows(value)
+        return quantize_rows(value, self._power_of_two)
 
     def multiply(self, rows: Payload, weight: Tensor) -> Tensor:
         return scaled_product((rows[0], rows[1]), self._by_extents[tuple(weight.shape)])

@@ -50,6 +50,7 @@ class FakeKernels:
         self.needs: list[tuple[bool, ...]] = []  # of the backwards
         self.quantised: list[tuple[tuple[int, ...], bool, bool]] = []  # weight, codes, transposed
         self.quantised_forwards: list[bool] = []  # of the backwards in fp8: whether their forward is too
+        self.rounded: list[bool] = []  # of the launches in fp8: whether scales are powers of two
         self.synchronized = 0
         self.capturing = False
         self._ordering = False
@@ -186,6 +187,7 @@ class FakeKernels:
         arrival_ns: int,
         progress_ns: int,
         clamp: float,
+        power_of_two: bool,
         delay_seed: int,
         trace: int,
         trace_bytes: int,
@@ -203,7 +205,8 @@ class FakeKernels:
             return
         hidden, top_k = x.shape[1], topk_idx.shape[1]
         request = Request(num_experts, max_tokens, top_k, hidden, w_down.shape[2])
-        stager = TorchStager(num_experts)
+        self.rounded.append(power_of_two)
+        stager = TorchStager(num_experts, power_of_two)
         if x.dtype == torch.float8_e4m3fn:
             staged = buffers[rank] + STAGING
             assert len(x) == 0 or x.data_ptr() == staged
@@ -213,7 +216,7 @@ class FakeKernels:
         # As the library counts: behind the words of the call and of its ranks.
         ids = topk_idx[(topk_idx >= 0) & (topk_idx < num_experts)].long()
         summary[3 : 3 + num_experts] = torch.bincount(ids, minlength=num_experts)
-        arithmetic = OfCopies(gate_up_scales, down_scales)
+        arithmetic = OfCopies(gate_up_scales, down_scales, power_of_two=power_of_two)
         plain = PlainExecutor(request, arithmetic, stager, LocalControl(), LocalTransport())
         y.copy_(plain.forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp))
 
@@ -320,6 +323,7 @@ class FakeKernels:
         arrival_ns: int,
         progress_ns: int,
         clamp: float,
+        power_of_two: bool,
         accumulate: bool,
         delay_seed: int,
         trace: int,
@@ -336,13 +340,16 @@ class FakeKernels:
         op += " gradients" if quantise_gradients else ""
         self._launched(Launch(op, len(x), self._ordering, clamp, num_sms, delay_seed), record)
         self.quantised_forwards.append(quantise)
+        self.rounded.append(power_of_two)
         self.needs.append(needs)
         summary.zero_()
         if len(buffers) > 1:
             return
         hidden, inner = x.shape[1], w_down_t.shape[1]
         request = Request(num_experts, max_tokens, topk_idx.shape[1], hidden, inner)
-        arithmetic = BackwardOfCopies(*copies, "fp8" if quantise_gradients else "bf16")
+        arithmetic = BackwardOfCopies(
+            *copies, dw_precision="fp8" if quantise_gradients else "bf16", power_of_two=power_of_two
+        )
         plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
         got = plain.backward(
             dy,

@@ -8,12 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mega_moe._backends import quantize
 from mega_moe._backends.kernel_backward import Gradients
+from mega_moe._backends.quantize import gradient_product
+from mega_moe._backends.symmetric import Shape
 
 # What is tested here lies beside the GPU tests that use it.
 from ..gpu import _backward_fp8, _forward  # noqa: TID252
 from ..gpu._backward import random_dy  # noqa: TID252
+from ..gpu._forward_ranks import shape_of  # noqa: TID252
 from ..gpu._virtual import random_ids  # noqa: TID252
 
 CPU = torch.device("cpu")
@@ -36,9 +41,9 @@ def judge(layer: _forward.Layer, dy: list[Tensor]) -> _backward_fp8.Judge:
     return _backward_fp8.Judge(layer, dy)
 
 
-def emulated(layer: _forward.Layer, dy: list[Tensor]) -> list[Gradients]:
+def emulated(layer: _forward.Layer, dy: list[Tensor], shape: Shape | None = None) -> list[Gradients]:
     """As the ranks' kernels would give it."""
-    got, own = _backward_fp8.emulated_gradients(layer, dy), EXPERTS // RANKS
+    got, own = _backward_fp8.emulated_gradients(layer, dy, shape), EXPERTS // RANKS
     return [
         Gradients(
             got.dx[rank].clone(),
@@ -151,6 +156,69 @@ def test_a_fault_is_refused(
     fault(layer, dy, got)
     with pytest.raises(AssertionError, match="rank"):
         judge.assert_right(got)
+
+
+@pytest.fixture(scope="module")
+def in_fp8(layer: _forward.Layer) -> Shape:
+    """Of buffers whose weights' gradients are of e4m3 operands too."""
+    return replace(shape_of(layer), quantise_gradients=True)
+
+
+@pytest.fixture(scope="module")
+def judge_of_fp8(layer: _forward.Layer, dy: list[Tensor], in_fp8: Shape) -> _backward_fp8.Judge:
+    return _backward_fp8.Judge(layer, dy, in_fp8)
+
+
+def with_noise(got: list[Gradients], size: float) -> list[Gradients]:
+    """On the weights' gradients."""
+    made = torch.Generator().manual_seed(1)
+
+    def noisy(value: Tensor | None) -> Tensor:
+        of_one = 1 + size * torch.randn(part(value).shape, generator=made)
+        return (part(value).float() * of_one).to(part(value).dtype)
+
+    return [own._replace(dw_gate_up=noisy(own.dw_gate_up), dw_down=noisy(own.dw_down)) for own in got]
+
+
+def test_gradients_in_fp8_may_be_as_far_off_as_kernels_were_seen(
+    layer: _forward.Layer, dy: list[Tensor], judge_of_fp8: _backward_fp8.Judge, in_fp8: Shape
+) -> None:
+    """1.5e-2, which is too much for one of bf16 operands."""
+    judge_of_fp8.assert_right(with_noise(emulated(layer, dy, in_fp8), 1.5e-2))
+    with pytest.raises(AssertionError, match=r"dw_gate_up: 1\.5.e-02 from the emulation"):
+        _backward_fp8.Judge(layer, dy).assert_right(with_noise(emulated(layer, dy), 1.5e-2))
+
+
+def scales_of_the_other(left: Tensor, right: Tensor, power_of_two: bool = False) -> Tensor:
+    """Of single columns for x and h, and of 128 for dz and dy."""
+    return gradient_product(right, left, power_of_two).T
+
+
+def blocks_begin_elsewhere(left: Tensor, right: Tensor, power_of_two: bool = False) -> Tensor:
+    """64 rows later."""
+    return gradient_product(*(pad(value, (0, 0, 64, 0)) for value in (left, right)), power_of_two)
+
+
+def of_bf16(left: Tensor, right: Tensor, power_of_two: bool = False) -> Tensor:
+    return (left.double().T @ right.double()).float()
+
+
+@pytest.mark.parametrize("fault", [scales_of_the_other, blocks_begin_elsewhere, of_bf16])
+@pytest.mark.parametrize("name", ["dw_gate_up", "dw_down"])
+def test_a_fault_of_gradients_in_fp8_is_refused(
+    layer: _forward.Layer,
+    dy: list[Tensor],
+    judge_of_fp8: _backward_fp8.Judge,
+    in_fp8: Shape,
+    fault: Callable[..., Tensor],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantize, "gradient_product", fault)
+    nothing = Gradients(None, None, None, None)
+    alone = [nothing._replace(**{name: getattr(own, name)}) for own in emulated(layer, dy, in_fp8)]
+    with pytest.raises(AssertionError, match=f"{name}: .* from the emulation"):
+        judge_of_fp8.assert_right(alone)
 
 
 @pytest.mark.parametrize("clamp", [0.5, 2.0])

@@ -57,6 +57,7 @@ def call(ops: Any, **changes: Any) -> None:
         arrival_ns=1,
         progress_ns=1,
         clamp=float("inf"),
+        power_of_two=False,
         accumulate=False,
         delay_seed=0,
         trace=0,

@@ -63,6 +63,8 @@ def test_explain_is_1_when_nothing_fits_and_2_for_bad_values(capsys: pytest.Capt
     assert main(["explain", "--device", "cpu", "--precision", "fp8", "--backend", "reference"]) == 0
     assert main(["explain", "--device", "cpu", "--top-k", "99"]) == 2
     assert "top_k: got 99" in capsys.readouterr().err
+    assert main(["explain", "--device", "cpu", "--scale-format", "power_of_two"]) == 2
+    assert "scale_format: got 'power_of_two' with precision 'bf16'" in capsys.readouterr().err
 
 
 def test_doctor_tells_versions_library_devices_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:

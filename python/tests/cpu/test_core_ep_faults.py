@@ -60,6 +60,14 @@ DIFFERENT: dict[str, tuple[list[dict[str, Any]], tuple[str, str]]] = {
     "hidden": ([{}, {"hidden": 256}], ("128", "256")),
     "intermediate": ([{"intermediate": 256}, {}], ("256", "128")),
     "precision": ([{}, {"precision": "fp8"}], ("'bf16'", "'fp8'")),
+    "dw_precision": (
+        [{"precision": "fp8", "dw_precision": "fp8"}, {"precision": "fp8"}],
+        ("'fp8'", "'bf16'"),
+    ),
+    "scale_format": (
+        [{"precision": "fp8"}, {"precision": "fp8", "scale_format": "power_of_two"}],
+        ("'fp32'", "'power_of_two'"),
+    ),
     "backend": ([{}, {"backend": "grouped"}], ("'reference'", "'grouped'")),
     "dtype": ([{}, {"dtype": torch.bfloat16}], ("'float32'", "'bfloat16'")),
     "num_reserved_sms": ([{"num_reserved_sms": 16}, {}], ("16", "0")),
@@ -132,6 +140,12 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, str], type[Exception], str]] = 
     "type": ({"hidden": "128"}, {}, TypeError, "hidden: got '128' (str), want an int"),
     "unpicklable": ({"hidden": "unpicklable"}, {}, TypeError, "hidden: got <function"),
     "precision": ({"precision": "int8"}, {}, ValueError, "precision: got 'int8'"),
+    "scale-format": (
+        {"scale_format": "power_of_two"},
+        {},
+        ValueError,
+        "scale_format: got 'power_of_two' with",
+    ),
     "dtype": ({"dtype": torch.int8}, {}, ValueError, "dtype: got int8"),
     "backend": ({"backend": "triton"}, {}, ValueError, "backend: got 'triton'"),
     "sms": ({"num_reserved_sms": -1}, {}, ValueError, "num_reserved_sms: got -1"),

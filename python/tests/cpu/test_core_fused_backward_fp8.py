@@ -13,7 +13,7 @@ from mega_moe import MoEBuffer
 from mega_moe._backends.kernel_backward import KernelBackward
 from mega_moe._backends.symmetric import Shape
 from mega_moe.nn import MegaMoE
-from mega_moe.testing import Problem, random_problem
+from mega_moe.testing import Problem, random_problem, relative_l2
 
 from ._fake_kernels import FakeKernels, fake_both
 from ._layer import make_buffer, results
@@ -168,3 +168,27 @@ def test_a_buffer_without_a_backward_has_no_codes(problem: Problem, fake_both: F
         shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
         assert not shape.quantise
         assert not shape.quantise_backward
+
+
+@pytest.mark.parametrize("dw_precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+def test_every_launch_rounds_scales_as_the_buffer_says(
+    problem: Problem, fake_both: FakeKernels, precision: str, dw_precision: str
+) -> None:
+    """Copies of the weights, both kernels and calls on codes that the caller made."""
+    form = {"precision": precision, "dw_precision": dw_precision}
+    with make_buffer(problem, "reference", **form, scale_format="power_of_two") as buffer:
+        want = results(problem, buffer)
+    launches = 2 if precision == "fp8" else 1
+    for scale_format in ("fp32", "power_of_two"):
+        with make_buffer(problem, "fused", **form, scale_format=scale_format) as buffer:
+            got = results(problem, buffer)
+            given = buffer.given_codes
+            if given is not None:
+                assert given._forward._power_of_two == given._backward._power_of_two
+                assert given._forward._power_of_two == (scale_format == "power_of_two")
+        assert fake_both.rounded == [scale_format == "power_of_two"] * launches
+        fake_both.rounded.clear()
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        if name != "y" or precision == "fp8":
+            assert relative_l2(a, b) < 6e-3, name

@@ -289,11 +289,27 @@ def test_an_explanation_is_readable() -> None:
 
 
 def test_explain_says_what_a_buffer_does() -> None:
-    for extra in ({}, {"dtype": torch.float64}, {"backend": "reference", "precision": "fp8"}):
+    for extra in (
+        {},
+        {"dtype": torch.float64},
+        {"backend": "reference", "precision": "fp8"},
+        {"backend": "reference", "precision": "fp8_bwd", "scale_format": "power_of_two"},
+        {
+            "backend": "reference",
+            "precision": "fp8",
+            "dw_precision": "fp8",
+            "scale_format": "power_of_two",
+        },
+    ):
         with silently(MoEBuffer, **SIZES, **extra) as buffer:  # type: ignore[arg-type]
             told = mega_moe.explain(**SIZES, **extra)  # type: ignore[arg-type]
             assert told == buffer.explanation
             assert (told.chosen, told.reason) == (buffer.backend, buffer.reason)
+            asked = told.as_dict()["request"]
+            assert (asked["scale_format"], asked["dw_precision"]) == (
+                buffer.scale_format,
+                buffer.dw_precision,
+            )
 
 
 def test_explain_gives_a_refusal_as_data() -> None:
@@ -331,6 +347,16 @@ def test_explain_reads_the_environment_as_a_buffer_does(monkeypatch: pytest.Monk
         ({"intermediate": True}, TypeError, r"intermediate: got True \(bool\), want an int"),
         ({"num_reserved_sms": -1}, ValueError, "num_reserved_sms: got -1, want at least 0"),
         ({"precision": "int8"}, ValueError, "precision: got 'int8', want one of bf16, fp8, fp8_bwd, mxfp8"),
+        (
+            {"precision": "fp8", "scale_format": "ue8m0"},
+            ValueError,
+            "scale_format: got 'ue8m0', want one of fp32, power_of_two",
+        ),
+        (
+            {"scale_format": "power_of_two"},
+            ValueError,
+            "scale_format: got 'power_of_two' with precision 'bf16', want it with precision fp8 or fp8_bwd",
+        ),
         ({"dtype": torch.float16}, ValueError, "dtype: got float16, want one of bfloat16, float32, float64"),
         ({"backend": "triton"}, ValueError, "backend: got 'triton', want auto, "),
         ({"device": "gpu"}, ValueError, "device: got 'gpu'"),

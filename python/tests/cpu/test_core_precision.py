@@ -46,30 +46,34 @@ def round_bf16(value: np.ndarray) -> np.ndarray:
     )
 
 
-def dequantised(block: np.ndarray) -> np.ndarray:
+def dequantised(block: np.ndarray, power_of_two: bool = False) -> np.ndarray:
     """A block with one scale, through e4m3 and back: what the product sees."""
     amax = np.abs(np.asarray(block, np.float32)).max()
     scale = np.float32(amax / np.float32(448)) or np.float32(1)
+    if power_of_two:
+        scale = np.float32(2.0 ** np.ceil(np.log2(float(scale))))
     return round_e4m3((np.asarray(block, np.float32) / scale).astype(float)) * float(scale)
 
 
-def through_rows(row: np.ndarray) -> np.ndarray:
-    parts = [dequantised(row[start : start + BLOCK]) for start in range(0, len(row), BLOCK)]
+def through_rows(row: np.ndarray, power_of_two: bool = False) -> np.ndarray:
+    parts = [dequantised(row[start : start + BLOCK], power_of_two) for start in range(0, len(row), BLOCK)]
     return np.concatenate(parts)
 
 
-def through_weight(weight: np.ndarray) -> np.ndarray:
+def through_weight(weight: np.ndarray, power_of_two: bool) -> np.ndarray:
     out = np.empty(weight.shape)
     for i in range(0, weight.shape[0], BLOCK):
         for j in range(0, weight.shape[1], BLOCK):
-            out[i : i + BLOCK, j : j + BLOCK] = dequantised(weight[i : i + BLOCK, j : j + BLOCK])
+            out[i : i + BLOCK, j : j + BLOCK] = dequantised(
+                weight[i : i + BLOCK, j : j + BLOCK], power_of_two
+            )
     return out
 
 
-def through_blocks(rows: np.ndarray) -> np.ndarray:
+def through_blocks(rows: np.ndarray, power_of_two: bool = False) -> np.ndarray:
     """Rows of one block, 128 columns a scale."""
-    parts = [dequantised(rows[:, start : start + BLOCK]) for start in range(0, rows.shape[1], BLOCK)]
-    return np.concatenate(parts, 1)
+    starts = range(0, rows.shape[1], BLOCK)
+    return np.concatenate([dequantised(rows[:, at : at + BLOCK], power_of_two) for at in starts], 1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Emulation:
     fp8_forward: bool
     fp8_backward: bool
     clamp: float | None = None
+    power_of_two: bool = False
     round_z: bool = True
     round_slots: bool = True
     quantise_dz: bool = True
@@ -87,12 +92,13 @@ class Emulation:
     fp8_dw: bool = False
     dz_of_dw_rounded: bool = False
     scale_of_each_column: bool = True
+    power_of_two_dw: bool = True  # as all else is
 
     def product(self, weight: np.ndarray, row: np.ndarray, fp8: bool) -> np.ndarray:
         """``weight [N, K]`` times ``row [K]``, in fp32."""
         if fp8:
-            row = through_rows(row)
-            weight = through_weight(weight) if self.quantise_weights else weight
+            row = through_rows(row, self.power_of_two)
+            weight = through_weight(weight, self.power_of_two) if self.quantise_weights else weight
         return (weight @ row).astype(np.float32).astype(float)
 
     def activation(self, z: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -121,14 +127,14 @@ class Emulation:
         a, b = np.array(rows), np.array(columns)
         if not self.fp8_dw:
             return a.T @ b
-        total = np.zeros((a.shape[1], b.shape[1]))
+        total, power = np.zeros((a.shape[1], b.shape[1])), self.power_of_two and self.power_of_two_dw
         for start in range(0, len(a), BLOCK):
             left, right = a[start : start + BLOCK], b[start : start + BLOCK]
             if self.scale_of_each_column:
-                left = np.stack([dequantised(column) for column in left.T])
+                left = np.stack([dequantised(column, power) for column in left.T])
             else:
-                left = through_blocks(left).T
-            total += left @ through_blocks(right)
+                left = through_blocks(left, power).T
+            total += left @ through_blocks(right, power)
         return total
 
     def layer(self, problem: Problem) -> Gradients:
@@ -200,9 +206,9 @@ def emulated(emulation: Emulation) -> Gradients:
 
 
 @functools.cache
-def computed(precision: str, clamp: float | None) -> Gradients:
+def computed(precision: str, clamp: float | None, scale_format: str = "fp32") -> Gradients:
     problem = small_problem()
-    with make_buffer(problem, **settings(precision)) as buffer:
+    with make_buffer(problem, **settings(precision), scale_format=scale_format) as buffer:
         return results(problem, buffer, clamp)
 
 
@@ -216,6 +222,22 @@ def test_reference_is_the_emulation(precision: str, clamp: float | None) -> None
     want = emulated(replace(PRECISIONS[precision], clamp=clamp))
     found = distances(computed(precision, clamp), want)
     assert all(distance <= SAME for distance in found.values()), found
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd", "fp8, dW fp8", "fp8_bwd, dW fp8"])
+def test_reference_is_the_emulation_with_power_of_two_scales(precision: str) -> None:
+    want = emulated(replace(PRECISIONS[precision], power_of_two=True))
+    got = computed(precision, None, "power_of_two")
+    found = distances(got, want)
+    assert all(distance <= SAME for distance in found.values()), found
+    # And no other format is.
+    apart = distances(computed(precision, None), want)
+    assert all(distance > 5 * SAME for name, distance in apart.items() if name != "y"), apart
+    assert (apart["y"] > 5 * SAME) == PRECISIONS[precision].fp8_forward
+    if PRECISIONS[precision].fp8_dw:
+        wrong = emulated(replace(PRECISIONS[precision], power_of_two=True, power_of_two_dw=False))
+        apart = distances(got, wrong)
+        assert all((distance > 5 * SAME) == name.startswith("dw_") for name, distance in apart.items()), apart
 
 
 @pytest.mark.parametrize(

@@ -179,18 +179,22 @@ def test_powers_of_two() -> None:
     assert rounded[9].isnan()
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 127, 128, 300])
-def test_gradient_product_by_blocks_of_rows(rows: int) -> None:
+def test_gradient_product_by_blocks_of_rows(rows: int, power_of_two: bool) -> None:
+    def rounded(scale: float) -> float:
+        return 2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale
+
     made = torch.Generator().manual_seed(0)
     left, right = (torch.randn(rows, columns, generator=made) for columns in (256, 128))
     want = torch.zeros(256, 128, dtype=torch.float64)
     for start in range(0, rows, 128):
         a, b = left[start : start + 128], right[start : start + 128]
-        scale_a = torch.tensor([scale_of(float(column.abs().max())) for column in a.T]).float()
-        scale_b = torch.tensor(scale_of(float(b.abs().max()))).float()
+        scale_a = torch.tensor([rounded(scale_of(float(column.abs().max()))) for column in a.T]).float()
+        scale_b = torch.tensor(rounded(scale_of(float(b.abs().max())))).float()
         code_a, code_b = ((v / s).to(E4M3).double() for v, s in ((a, scale_a), (b, scale_b)))
         want += (code_a * scale_a).T @ (code_b * scale_b)
-    got = gradient_product(left, right)
+    got = gradient_product(left, right, power_of_two)
     assert (got.shape, got.dtype) == ((256, 128), torch.float32)
     assert relative_l2(got, want) <= 1e-6 if rows else torch.equal(got.double(), want)
 

@@ -20,6 +20,7 @@ strict = false
 layers = [3, 1, 1]
 save_gate_up = 1
 dw_precision = "fp8"
+scale_format = "power_of_two"
 """
 
 
@@ -30,14 +31,14 @@ def read(text: str, tmp_path: Path, **options: Any) -> DispatchConfig:
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:
-    want = DispatchConfig("fp8_bwd", 32768, 0, "reference", False, (3, 1), 1, "fp8")
+    want = DispatchConfig("fp8_bwd", 32768, 0, "reference", False, (3, 1), 1, "fp8", "power_of_two")
     assert read(SWITCH, tmp_path) == want
     assert read(SWITCH.replace("trainer.model.moe.dispatch", "moe"), tmp_path, table="moe") == want
 
 
 def test_the_defaults_are_those_of_a_trainer(tmp_path: Path) -> None:
     got = read('[trainer.model.moe.dispatch]\ntype = "mega_moe"\n', tmp_path)
-    assert got == DispatchConfig("bf16", None, 16, "auto", None, "all", 0.0, "bf16")
+    assert got == DispatchConfig("bf16", None, 16, "auto", None, "all", 0.0, "bf16", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,12 @@ def test_the_defaults_are_those_of_a_trainer(tmp_path: Path) -> None:
             'dw_precision = "fp8"',
             ValueError,
             ("dw_precision: got 'fp8' with precision 'bf16'", "fp8 or fp8_bwd"),
+        ),
+        ('scale_format = "ue8m0"', ValueError, ("scale_format: got 'ue8m0'", "fp32, power_of_two")),
+        (
+            'scale_format = "power_of_two"',
+            ValueError,
+            ("scale_format: got 'power_of_two' with precision 'bf16'", "fp8 or fp8_bwd"),
         ),
         ('layers = "most"', ValueError, ("layers: got 'most'", '"all"', '"50%"', "a list of numbers")),
         ('layers = "0%"', ValueError, ("layers: got '0%'",)),

@@ -230,6 +230,12 @@ def test_a_second_size_that_is_refused_gives_the_first_buffer_back(monkeypatch: 
         _ = buffer.handle
 
 
+def test_what_is_asked_of_fp8_is_the_buffers() -> None:
+    config = DispatchConfig("fp8", backend="reference", dw_precision="fp8", scale_format="power_of_two")
+    (buffer,) = switched(Model(hidden=128, inner=128), config).buffers
+    assert (buffer.dw_precision, buffer.scale_format) == ("fp8", "power_of_two")
+
+
 def test_falling_back_is_said_once() -> None:
     with pytest.warns(FallbackWarning, match="since fused: refused"):
         switched(Model(inner=40), DispatchConfig())

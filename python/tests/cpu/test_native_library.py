@@ -30,6 +30,7 @@ def stage_arguments(**changes: Any) -> dict[str, Any]:
         "max_tokens": 16,
         "num_experts": 8,
         "quantise": True,
+        "power_of_two": False,
     }
     return arguments | changes
 
@@ -159,6 +160,7 @@ def test_staging_layout_refuses(ops: Any, arguments: tuple[int, int, int, bool],
         ({"num_experts": 0}, "num_experts is 0, must be 1 to 2048"),
         ({"num_experts": 2049}, "num_experts is 2049, must be 1 to 2048"),
         ({"buffer_bytes": 5119}, "buffer_bytes is 5119, must be at least 5120"),
+        ({"quantise": False, "power_of_two": True}, "power_of_two is true, must be false without quantise"),
         ({"buffer": 0}, "buffer is a null address, must be an address on the device"),
         ({"buffer": 257}, "buffer: address is 1 past a multiple of 256 bytes, must be aligned to it"),
     ],

@@ -29,6 +29,9 @@ from ._forward_fp8 import TOLERANCE, rank_difference, token_tolerance, too_far
 # Relative L2 of a gradient of fewer rows than a group has, where a turned code weighs more: enough for what is not
 # written, belongs elsewhere or is a third too large.
 OF_FEW = 0.25
+# Of weights' gradients of e4m3 operands, against the emulation: h and dz are off in the codes that the sums turn, and
+# then a scale that 128 rows share, or a code beside it, is turned too. 1.42e-2 is the most seen.
+DW_TOLERANCE = 2e-2
 
 
 def why_no_kernel() -> str | None:
@@ -71,7 +74,9 @@ def with_exact_gate_and_up(layer: Layer) -> Layer:
     return exact
 
 
-def emulated_gradients(layer: Layer, dy: Sequence[Tensor], shape: Shape | None = None) -> EmulatedGradients:
+def emulated_gradients(
+    layer: Layer, dy: Sequence[Tensor], shape: Shape | None = None, power_of_two: bool = False
+) -> EmulatedGradients:
     """``shape``: of the buffers, which says of what and in which chunks weights' gradients are made; None: of bf16."""
     in_fp8 = shape is not None and shape.quantise_gradients
     one = layer.as_one_rank()
@@ -99,7 +104,8 @@ def emulated_gradients(layer: Layer, dy: Sequence[Tensor], shape: Shape | None =
         rows = chunk == number
         at, of = token[rows], slot[rows]
         counts = expert[rows].bincount(minlength=layer.num_experts).tolist()
-        got = ReferenceArithmetic("fp8", "fp8" if in_fp8 else "bf16").backward(
+        arithmetic = ReferenceArithmetic("fp8", "fp8" if in_fp8 else "bf16", power_of_two=power_of_two)
+        got = arithmetic.backward(
             x[at],
             all_dy[at],
             weights[at, of],
@@ -132,7 +138,11 @@ def chunk_of_rows(layer: Layer, shape: Shape, token: Tensor, expert: Tensor) -> 
 
 
 def difference(
-    layer: Layer, got: Sequence[Gradients], want: ExactGradients, emulation: EmulatedGradients
+    layer: Layer,
+    got: Sequence[Gradients],
+    want: ExactGradients,
+    emulation: EmulatedGradients,
+    dw_tolerance: float = TOLERANCE,
 ) -> str | None:
     """What is wrong with the gradients of all ranks; None where they are right. What was not asked for is skipped."""
     local = layer.num_experts // layer.num_ranks
@@ -167,18 +177,20 @@ def difference(
             if value is None:
                 continue
             like, exact = getattr(emulation, name)[here], getattr(want, name)[here]
-            wrong = _compared(value, like, exact, int(counts[here].sum()))
+            wrong = _compared(value, like, exact, int(counts[here].sum()), dw_tolerance)
             for e in range(local):
                 count = int(counts[here][e])
                 if count == 0 and torch.count_nonzero(value[e]):
                     return f"{who}: {name} of expert {rank * local + e}, which has no rows, is not zero"
-                wrong = wrong or _compared(value[e], like[e], exact[e], count)
+                wrong = wrong or _compared(value[e], like[e], exact[e], count, dw_tolerance)
             if wrong is not None:
                 return f"{who}: {name}: {wrong}"
     return None
 
 
-def _compared(value: Tensor, like: Tensor, exact: Tensor, rows: int) -> str | None:
+def _compared(
+    value: Tensor, like: Tensor, exact: Tensor, rows: int, tolerance: float = TOLERANCE
+) -> str | None:
     """What is wrong with a gradient that is a sum over ``rows``, or has one for each."""
     if value.shape != exact.shape or not bool(value.isfinite().all()):
         return f"has shape {tuple(value.shape)}, or values that are no numbers"
@@ -188,7 +200,7 @@ def _compared(value: Tensor, like: Tensor, exact: Tensor, rows: int) -> str | No
     wide, like = value.double(), like.to(value.dtype).double()
     squares = [float(part.square().sum()) for part in (wide - like, like, wide - exact, like - exact)]
     if rows >= MANY:
-        return too_far(*squares)
+        return too_far(*squares, tolerance)
     error = (squares[0] / max(squares[1], 1e-300)) ** 0.5
     return None if error <= OF_FEW else f"{error:.2e} from the emulation, of {rows} rows"
 
@@ -196,17 +208,26 @@ def _compared(value: Tensor, like: Tensor, exact: Tensor, rows: int) -> str | No
 class Judge:
     """A layer and the gradients of its results with what they are measured by; ``shape``: as `emulated_gradients`."""
 
-    def __init__(self, layer: Layer, dy: Sequence[Tensor], shape: Shape | None = None) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        dy: Sequence[Tensor],
+        shape: Shape | None = None,
+        power_of_two: bool = False,
+    ) -> None:
         self._layer = layer
         self._exact = exact_gradients(layer, dy)
-        self._emulation = emulated_gradients(layer, dy, shape)
+        self._emulation = emulated_gradients(layer, dy, shape, power_of_two)
+        in_fp8 = shape is not None and shape.quantise_gradients
+        self._dw_tolerance = DW_TOLERANCE if in_fp8 else TOLERANCE
 
     def assert_right(self, got: Sequence[Gradients]) -> None:
-        where = difference(self._layer, got, self._exact, self._emulation)
+        where = difference(self._layer, got, self._exact, self._emulation, self._dw_tolerance)
         assert where is None, where
 
 
 __all__ = [
+    "DW_TOLERANCE",
     "TOLERANCE",
     "EmulatedGradients",
     "Judge",

@@ -25,7 +25,7 @@ class BackwardRanks(ForwardRanks):
 
     def __init__(self, device: torch.device, shape: Shape, **options: Any) -> None:
         super().__init__(device, shape, **options)
-        self.backwards = [KernelBackward(kernels) for kernels in self.kernels]
+        self.backwards = [KernelBackward(kernels, self.power_of_two) for kernels in self.kernels]
         self._pairs: dict[tuple[int, int], tuple[WeightCopy, WeightCopy]] = {}
 
     def start_backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
@@ -64,7 +64,7 @@ class BackwardRanks(ForwardRanks):
             return None
         key = (rank, layer.gate_up.data_ptr())
         if key not in self._pairs:
-            made = WeightCopies(backward=True)
+            made = WeightCopies(backward=True, power_of_two=self.power_of_two)
             gate_up, down = (made.of(w, codes=True, transposed=True) for w in layer.experts(rank))
             self._pairs[key] = (gate_up, down)
         return self._pairs[key]
@@ -117,6 +117,7 @@ def new_backward_ranks(
     limit: float = 5.0,
     precision: str = "bf16",
     progress: float | None = None,
+    power_of_two: bool = False,
 ) -> BackwardRanks:
     """Ranks on a buffer that just holds ``layer`` in both directions. ``progress``: ``limit`` too."""
     forward, gradients = WITH_DW.get(precision, (precision, "bf16"))
@@ -127,5 +128,10 @@ def new_backward_ranks(
         quantise_gradients=gradients == "fp8",
     )
     return BackwardRanks(
-        device, shape, num_sms=num_sms, arrival=limit, progress=limit if progress is None else progress
+        device,
+        shape,
+        num_sms=num_sms,
+        arrival=limit,
+        progress=limit if progress is None else progress,
+        power_of_two=power_of_two,
     )

@@ -18,7 +18,7 @@ from mega_moe._backends.reference import ReferenceArithmetic
 from ._forward import Layer
 
 
-def slot_outputs(layer: Layer, precision: str = "bf16") -> list[Tensor]:
+def slot_outputs(layer: Layer, precision: str = "bf16", power_of_two: bool = False) -> list[Tensor]:
     """``o [T, K, H]`` bf16 of each rank's tokens; zero in masked slots."""
     one = layer.as_one_rank()
     x, ids, weights = one.x[0], one.ids[0], one.weights[0]
@@ -29,8 +29,8 @@ def slot_outputs(layer: Layer, precision: str = "bf16") -> list[Tensor]:
     counts = expert.bincount(minlength=layer.num_experts).tolist()
     clamp = None if layer.clamp is None or math.isinf(layer.clamp) else layer.clamp
     outputs = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
-    rows = tuple(part[token] for part in (quantize_rows(x) if precision == "fp8" else (x,)))
-    outputs[token, slot] = ReferenceArithmetic(precision).forward(
+    rows = tuple(part[token] for part in (quantize_rows(x, power_of_two) if precision == "fp8" else (x,)))
+    outputs[token, slot] = ReferenceArithmetic(precision, power_of_two=power_of_two).forward(
         rows, weights[token, slot], Experts(layer.gate_up, layer.down, counts, clamp)
     )
     return list(outputs.split([len(own) for own in layer.x]))
@@ -55,5 +55,5 @@ def combined(layer: Layer, outputs: list[Tensor]) -> list[Tensor]:
     return results
 
 
-def emulated(layer: Layer, precision: str = "bf16") -> list[Tensor]:
-    return combined(layer, slot_outputs(layer, precision))
+def emulated(layer: Layer, precision: str = "bf16", power_of_two: bool = False) -> list[Tensor]:
+    return combined(layer, slot_outputs(layer, precision, power_of_two))

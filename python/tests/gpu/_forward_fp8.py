@@ -87,11 +87,11 @@ def rank_difference(
     return None
 
 
-def too_far(apart: float, size: float, own: float, its: float) -> str | None:
+def too_far(apart: float, size: float, own: float, its: float, tolerance: float = TOLERANCE) -> str | None:
     """What of these is too much, of sums of squares: kernel less emulation, emulation, and the error of either against
     fp64."""
     error = (apart / max(size, 1e-300)) ** 0.5
-    if not error <= TOLERANCE:
+    if not error <= tolerance:
         return f"{error:.2e} from the emulation"
     ratio = (own / max(its, 1e-300)) ** 0.5
     if its > 0 and not ratio <= SHARE:
@@ -102,10 +102,10 @@ def too_far(apart: float, size: float, own: float, its: float) -> str | None:
 class Judge:
     """A layer with what it is measured by; prefixes of its tokens are measured by the same."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, power_of_two: bool = False) -> None:
         self._layer = layer
         self._exact = exact(layer)
-        self._emulation = emulated(layer, "fp8")
+        self._emulation = emulated(layer, "fp8", power_of_two)
 
     def assert_right(self, got: Sequence[Tensor], tokens: Sequence[int] | None = None) -> None:
         layer, want, emulation = self._layer, self._exact, self._emulation

@@ -70,6 +70,7 @@ class ForwardRanks(VirtualRanks):
         progress: float = 5.0,
         poison: int = NAN,
         first_lane: int = 0,
+        power_of_two: bool = False,
     ) -> None:
         super().__init__(
             device,
@@ -80,7 +81,8 @@ class ForwardRanks(VirtualRanks):
             poison=poison,
             first_lane=first_lane,
         )
-        self.forwards = [KernelForward(kernels) for kernels in self.kernels]
+        self.power_of_two = power_of_two
+        self.forwards = [KernelForward(kernels, power_of_two) for kernels in self.kernels]
         self._copies: dict[tuple[int, int], list[WeightCopy]] = {}
 
     def on(self, rank: int) -> contextlib.AbstractContextManager[None]:
@@ -114,7 +116,7 @@ class ForwardRanks(VirtualRanks):
             return layer.experts(rank)
         key = (rank, layer.gate_up.data_ptr())
         if key not in self._copies:
-            copies = WeightCopies(backward=False)
+            copies = WeightCopies(backward=False, power_of_two=self.power_of_two)
             self._copies[key] = [copies.of(w, codes=True, transposed=False) for w in layer.experts(rank)]
         return self._copies[key]
 
@@ -166,7 +168,10 @@ def new_ranks(
     num_sms: int | None = None,
     limit: float = 5.0,
     quantise: bool = False,
+    power_of_two: bool = False,
 ) -> ForwardRanks:
     """Ranks on a buffer that just holds ``layer``; ``limit``: seconds that a rank waits for another, or within."""
     shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantise=quantise)
-    return ForwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)
+    return ForwardRanks(
+        device, shape, num_sms=num_sms, arrival=limit, progress=limit, power_of_two=power_of_two
+    )

@@ -182,11 +182,14 @@ def test_models(cuda_device: torch.device, name: str, num_ranks: int, most: int)
     ranks.check()
 
 
-def test_rows_of_extreme_size_reach_their_own_tokens_alone(cuda_device: torch.device) -> None:
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_of_extreme_size_reach_their_own_tokens_alone(
+    cuda_device: torch.device, power_of_two: bool
+) -> None:
     """Of dx and dtopk; a weight's gradient sums over tokens, so NaN in dy reaches that of its experts."""
     ids = random_ids("random", [200], 2, 8, cuda_device)
     layer = random_layer(ids, random_experts(cuda_device, 8, 512, 256))
-    ranks = new_backward_ranks(cuda_device, layer, precision="fp8")
+    ranks = new_backward_ranks(cuda_device, layer, precision="fp8", power_of_two=power_of_two)
     dy = random_dy(layer)
     plain = ranks.backward(layer, dy, needs=(True, True, False, False))[0]
     others = torch.arange(200, device=cuda_device) != 77

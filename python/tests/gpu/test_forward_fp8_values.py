@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ CASES = {
 }
 
 
-def ranks_of(device: torch.device, layer: Layer, **settings: int) -> ForwardRanks:
+def ranks_of(device: torch.device, layer: Layer, **settings: Any) -> ForwardRanks:
     return new_ranks(device, layer, quantise=True, **settings)
 
 
@@ -178,17 +178,20 @@ def special_tokens() -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_special_tokens_reach_nobody_else(cuda_device: torch.device, num_ranks: int) -> None:
+def test_special_tokens_reach_nobody_else(
+    cuda_device: torch.device, num_ranks: int, power_of_two: bool
+) -> None:
     """Bit for bit: the other tokens are what they are without it. The token itself is as the emulation says."""
     ids = random_ids("random", [200] * num_ranks, 4, 8, cuda_device)
     layer = random_layer(ids, random_experts(cuda_device, 8, 512, 256))
-    ranks = ranks_of(cuda_device, layer)
+    ranks = ranks_of(cuda_device, layer, power_of_two=power_of_two)
     plain = ranks.forward(layer)
     for name, row in special_tokens().items():
         kept = layer.x[0][77].clone()
         layer.x[0][77] = row.bfloat16().to(cuda_device)
-        got, like = ranks.forward(layer), emulated(layer, "fp8")
+        got, like = ranks.forward(layer), emulated(layer, "fp8", power_of_two)
         layer.x[0][77] = kept
         for rank, (a, b) in enumerate(zip(got, plain, strict=True)):
             others = torch.arange(len(a), device=cuda_device) != 77 if rank == 0 else slice(None)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mega_moe._ops import library
 
+from .test_quantise_weights import power_of_two_above
+
 POISON = 0xA5
 CANARY = 4096  # bytes before and after the buffer that nobody may touch
 PARTS = ("x", "x_sf", "topk_idx", "topk_weights", "error")
@@ -32,6 +34,7 @@ class Case:
     topk_weights: Tensor
     quantise: bool
     max_tokens: int
+    power_of_two: bool = False
 
 
 class Target:
@@ -56,7 +59,7 @@ class Target:
 
     def stage(self, case: Case) -> None:
         arguments = (case.x, case.topk_idx, case.topk_weights, self.buffer.data_ptr(), self.buffer.numel())
-        self.ops.stage(*arguments, case.max_tokens, NUM_EXPERTS, case.quantise)
+        self.ops.stage(*arguments, case.max_tokens, NUM_EXPERTS, case.quantise, case.power_of_two)
 
     def part(self, name: str, dtype: torch.dtype) -> Tensor:
         """The bytes that a call has to write, on the CPU."""
@@ -75,12 +78,14 @@ class Target:
         )
 
 
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantised(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """The definition: codes as bytes [T, H] and scales [T, H / 128] of bf16 x, on the CPU."""
     groups = x.cpu().float().view(x.shape[0], x.shape[1] // 128, 128)
     amax = groups.abs().amax(-1)
     scale = amax / torch.full_like(amax, 448.0)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    if power_of_two:
+        scale = power_of_two_above(scale)
     quotient = (groups / scale.unsqueeze(-1)).clamp(-448.0, 448.0)
     return quotient.to(torch.float8_e4m3fn).view(torch.uint8).view(x.shape), scale
 
@@ -96,7 +101,7 @@ def assert_same_codes(got: Tensor, want: Tensor) -> None:
 def assert_staged(target: Target, case: Case) -> None:
     tokens, hidden = case.x.shape
     if case.quantise:
-        codes, scale = quantised(case.x)
+        codes, scale = quantised(case.x, case.power_of_two)
         assert_same_codes(target.part("x", torch.uint8), codes.flatten())
         torch.testing.assert_close(
             target.part("x_sf", torch.float32), scale.flatten(), rtol=0, atol=0, equal_nan=True
@@ -125,6 +130,7 @@ def make_case(
     idx: torch.dtype = torch.int64,
     weights: torch.dtype = torch.float32,
     x: Tensor | None = None,
+    power_of_two: bool = False,
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
@@ -132,7 +138,8 @@ def make_case(
         x = torch.randn(tokens, hidden, generator=generator).bfloat16()
     ids = torch.randint(-1, NUM_EXPERTS, (tokens, top_k), generator=generator)
     values = torch.rand(tokens, top_k, generator=generator)
-    return Case(x.to(device), ids.to(idx).to(device), values.to(weights).to(device), quantise, tokens + 5)
+    inputs = x.to(device), ids.to(idx).to(device), values.to(weights).to(device)
+    return Case(*inputs, quantise, tokens + 5, power_of_two)
 
 
 def run(case: Case, ops: Any, device: torch.device) -> Target:
@@ -227,18 +234,21 @@ def special_groups() -> Iterator[tuple[str, Tensor]]:
     yield "codes near zero", torch.cat((torch.full((1,), 448.0), torch.arange(127) * 2.0**-12))
 
 
-def test_special_groups(cuda_device: torch.device, ops: Any) -> None:
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_special_groups(cuda_device: torch.device, ops: Any, power_of_two: bool) -> None:
     for name, group in special_groups():
         # Neighbours of ordinary size, so that a group that leaks into its warp is seen.
         x = torch.randn(3, 640, generator=torch.Generator().manual_seed(2)).bfloat16()
         x[1, 256:384] = group.bfloat16()
         try:
-            run(make_case(cuda_device, 3, 640, 1, quantise=True, x=x), ops, cuda_device)
+            case = make_case(cuda_device, 3, 640, 1, quantise=True, x=x, power_of_two=power_of_two)
+            run(case, ops, cuda_device)
         except AssertionError as error:
             raise AssertionError(f"group of {name}: {error}") from error
 
 
-def test_every_amax(cuda_device: torch.device, ops: Any) -> None:
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_every_amax(cuda_device: torch.device, ops: Any, power_of_two: bool) -> None:
     """Each positive bf16 as amax of a group of random bf16 up to it, denormals and NaN included."""
     generator = torch.Generator().manual_seed(3)
     amax = torch.arange(0x8000, dtype=torch.int32)
@@ -247,7 +257,8 @@ def test_every_amax(cuda_device: torch.device, ops: Any) -> None:
     bits[torch.arange(0x8000), torch.randint(0, 128, (0x8000,), generator=generator)] = amax
     sign = torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int32) << 15
     x = (bits | sign).to(torch.uint16).view(torch.bfloat16).view(-1, 2048)
-    run(make_case(cuda_device, x.shape[0], 2048, 1, quantise=True, x=x), ops, cuda_device)
+    case = make_case(cuda_device, x.shape[0], 2048, 1, quantise=True, x=x, power_of_two=power_of_two)
+    run(case, ops, cuda_device)
 
 
 @pytest.mark.parametrize("quantise", [False, True])
