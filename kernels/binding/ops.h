@@ -63,8 +63,7 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
                       int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise,
                       bool quantise_gradients, int64_t rank, int64_t num_sms, int64_t arrival_ns,
                       int64_t progress_ns, double clamp, bool power_of_two, bool accumulate,
-                      int64_t delay_seed, int64_t trace,
-                      int64_t trace_bytes);
+                      int64_t delay_seed, int64_t trace, int64_t trace_bytes);
 
 void clock_probe(const Tensor& out);
 

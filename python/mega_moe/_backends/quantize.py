@@ -58,12 +58,12 @@ def gradient_product(rows: Tensor, columns: Tensor, power_of_two: bool = False) 
     """fp32 ``[A, B] = rows^T columns`` of ``rows [M, A]`` and ``columns [M, B]``, both quantised along M.
 
     Of blocks of 128 of the M, the last one filled up with zeros, ``rows`` has a scale for each column and ``columns``
-    one for 128 columns, as the operands of `scaled_product` have.
+    one for 128 columns, as the operands of `scaled_product` have. ``power_of_two`` rounds both.
     """
     missing = -rows.shape[0] % SCALE_BLOCK
     left, right = (torch.nn.functional.pad(v, (0, 0, 0, missing)).T.contiguous() for v in (rows, columns))
-    how = {"power_of_two": power_of_two, "least": _LEAST_OF_GRADIENT}
-    return scaled_product(quantize_rows(left, **how), quantize_weight(right, **how))
+    how = (power_of_two, _LEAST_OF_GRADIENT)
+    return scaled_product(quantize_rows(left, *how), quantize_weight(right, *how))
 
 
 def scaled_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
