@@ -44,8 +44,11 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
     const auto cta = static_cast<int>(ptx::cluster_rank());
     const std::uint64_t epoch = *shared.epoch();
     copy_first_rows<C>(p, epoch);
-    zero_padding(p, 0, warp * static_cast<int>(ptx::num_ctas()) + static_cast<int>(ptx::cta_id()),
+    constexpr std::uint32_t kZeros = C::kQuantisesRows ? 1 + layout::kBf16RowThere : 1;
+    zero_padding(p, 0, kZeros, warp * static_cast<int>(ptx::num_ctas()) + static_cast<int>(ptx::cta_id()),
                  C::kThreads / 32 * static_cast<int>(ptx::num_ctas()));
+    // One warp takes the rows further that all have brought.
+    if constexpr (C::kQuantisesRows) __syncthreads();
     routing.end(TraceKind::kFirstRows, 0, 0, 0);
     if (warp < 4) {
         ptx::shrink_registers<C::kCommRegisters>();
@@ -55,8 +58,13 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
             BackwardScheduler<C>(p, shared, epoch, cta).run();
         } else {
             Tracer<C::kTrace> tracer(p.trace, warp == 2 ? TraceRole::kPull : TraceRole::kPush, first_lane);
-            if (warp == 2) pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation{p, epoch});
             if (warp == 3 && ptx::cta_id() == 0) announce_empty_chunks<C>(p, epoch);
+            if (warp == 2)
+                pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation{p, epoch, kZeros});
+            else if (C::kQuantisesRows && has_own_codes(p)) {
+                tracer.start();
+                copy_runs<C>(p, 0, 1, tracer);
+            }
             Combiner<C, DtopkBeside>(p, epoch, {p}).run(tracer);
             if (warp == 3 && ptx::cta_id() == 0) await_all_ranks(p, epoch);
         }

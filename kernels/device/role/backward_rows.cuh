@@ -12,8 +12,9 @@
 namespace mega_moe::device {
 
 // One of `num_warps` warps: zeros in the rows of x and dy between an expert's last and the end of its row
-// block, which sums over rows read: a NaN there would outlive the zeros of dz.
-__device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk, int warp, int num_warps) {
+// block, which sums over rows read: a NaN there would outlive the zeros of dz. Each counts as `arrivals`.
+__device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk, std::uint32_t arrivals,
+                                             int warp, int num_warps) {
     const RouteParams& r = p.route;
     const int row_of_slot = view_chunk(p, chunk).row_of_slot;
     const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
@@ -30,7 +31,8 @@ __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk,
         }
         ptx::fence_proxy_async_global();
         __syncwarp();
-        if (ptx::lane_id() == 0) ptx::add_release_gpu(p.counters + p.arrived + slot / layout::kRowBlock, 1);
+        if (ptx::lane_id() == 0)
+            ptx::add_release_gpu(p.counters + p.arrived + slot / layout::kRowBlock, arrivals);
     }
 }
 
@@ -39,12 +41,13 @@ __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk,
 struct ChunkPreparation {
     const BackwardParams& p;
     std::uint64_t epoch;
+    std::uint32_t arrivals;  // of a row of zeros
 
     __device__ __forceinline__ void operator()(int chunk, bool& lost) const {
         // All warps have done it for the first.
         if (chunk == 0) return;
         if (chunk >= 2) await_gradients(chunk - 2, lost);
-        zero_padding(p, chunk, static_cast<int>(ptx::cta_id()), static_cast<int>(ptx::num_ctas()));
+        zero_padding(p, chunk, arrivals, static_cast<int>(ptx::cta_id()), static_cast<int>(ptx::num_ctas()));
     }
 
   private:

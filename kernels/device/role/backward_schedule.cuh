@@ -144,6 +144,7 @@ class RowTiles {
                            : static_cast<std::uint64_t>(layout::kRowBlock);
         seen = wanted;
         if (row < end) seen = ptx::load_acquire_gpu(p.counters + (run_.down ? p.zd_done : p.arrived) + index);
+        if constexpr (C::kQuantisesRows) seen %= layout::kBf16RowThere;
         return !ptx::any(seen < wanted);
     }
 
@@ -225,6 +226,15 @@ class GradientTilesOfRank {
             index_of = static_cast<std::uint64_t>(first + block);
             seen = block < blocks ? ptx::load_acquire_gpu(p.counters + p.zd_done + index_of) : wanted;
             if (ptx::any(seen < wanted)) return false;
+            if constexpr (C::kQuantisesRows) {
+                std::uint32_t rows = layout::kRowBlock;
+                if (block < blocks)
+                    rows = ptx::load_acquire_gpu(p.counters + p.arrived + index_of) / layout::kBf16RowThere;
+                seen = rows;
+                wanted = static_cast<std::uint64_t>(layout::kRowBlock);
+                if (ptx::any(seen < wanted)) return false;
+                wanted = static_cast<std::uint64_t>(p.intermediate / 128 * 4);
+            }
             seen_blocks_ += 32;
         }
         if (run_.ordinal == 0) return true;

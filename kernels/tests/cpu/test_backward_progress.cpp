@@ -21,10 +21,11 @@ struct Settings {
     bool zeros;
     int gradient_tiles;
     int pullers;
-    int ahead;  // tiles that a cluster takes before it has stored them
+    int ahead;     // tiles that a cluster takes before it has stored them
+    bool spreads;  // rows come to their codes' readers first, then to the gradients
     unsigned seed;
     int fault = 0;  // planted: 1 parts without turns, 2 pulls that wait for sums alone, 3 gradients that wait
-                    // once taken
+                    // once taken, 4 gradients that wait for dz alone
 };
 
 // Blocks of 128 rows stand for rows: of each unit, in the order of its slots.
@@ -38,6 +39,7 @@ class Rank {
         }
         first_block_.push_back(static_cast<int>(block_unit_.size()));
         arrived_.resize(block_unit_.size());
+        spread_.resize(block_unit_.size());
         dz_.resize(block_unit_.size());
         dx_.resize(block_unit_.size());
         pushed_.resize(block_unit_.size());
@@ -58,7 +60,7 @@ class Rank {
         }
         pulled_.resize(static_cast<std::size_t>(s.pullers));
         for (std::size_t i = 0; i < pulled_.size(); ++i) {
-            pulled_[i] = {0, i};
+            pulled_[i] = {0, i, false};
             roles_.emplace_back([this, i] { return try_pull(pulled_[i]); });
         }
         roles_.emplace_back([this] { return try_push(); });
@@ -106,6 +108,7 @@ class Rank {
     struct Share {
         int chunk;
         std::size_t at;
+        bool spreading;
     };
 
     std::size_t chunk(int unit) const { return static_cast<std::size_t>(p_.chunk_of(unit)); }
@@ -157,10 +160,13 @@ class Rank {
         const int first =
             first_block_[static_cast<std::size_t>(g.run.unit)] + g.run.first_row / layout::kTileRows;
         for (int row = 0; row < g.run.rows; row += layout::kTileRows)
-            if (dz_[static_cast<std::size_t>(first + row / layout::kTileRows)] < p_.gate_up_columns)
+            if (dz_[static_cast<std::size_t>(first + row / layout::kTileRows)] < p_.gate_up_columns ||
+                (s_.fault != 4 && !is_spread(first + row / layout::kTileRows)))
                 return false;
         return s_.fault == 1 || turn(g) >= g.run.ordinal;
     }
+
+    bool is_spread(int block) const { return !s_.spreads || spread_[static_cast<std::size_t>(block)] != 0; }
 
     bool try_take(Cluster& c) {
         if (static_cast<int>(c.taken.size()) >= s_.ahead) return false;
@@ -191,6 +197,10 @@ class Rank {
             const Gradient& g = gradient_tiles_[static_cast<std::size_t>(at)];
             if (s_.fault == 3 && !ready(g)) return false;
             if (turn(g) != g.run.ordinal) fault_ = "parts are added in another order";
+            const int first =
+                first_block_[static_cast<std::size_t>(g.run.unit)] + g.run.first_row / layout::kTileRows;
+            for (int row = 0; row < g.run.rows; row += layout::kTileRows)
+                if (!is_spread(first + row / layout::kTileRows)) fault_ = "rows are read that are not there";
             ++turn(g);
             ++(g.run.rows > 0 ? gradients_[chunk(g.run.unit)] : zeros_);
             return true;
@@ -221,12 +231,13 @@ class Rank {
         if (c >= 2 && s_.fault != 2 && gradients_[c - 2] < gradients_wanted_[c - 2]) return false;
         const auto first = static_cast<std::size_t>(first_block_[c * static_cast<std::size_t>(p_.num_local)]);
         if (share.at >= static_cast<std::size_t>(blocks_[c])) {
-            ++share.chunk;
+            share.spreading = s_.spreads && !share.spreading;
+            if (!share.spreading) ++share.chunk;
             share.at = static_cast<std::size_t>(&share - pulled_.data());
             return true;
         }
         check_free(c);
-        arrived_[first + share.at] = 1;
+        (share.spreading ? spread_ : arrived_)[first + share.at] = 1;
         share.at += pulled_.size();
         return true;
     }
@@ -245,8 +256,8 @@ class Rank {
     Settings s_;
     std::vector<int> first_block_;  // by unit
     std::vector<int> block_unit_;
-    std::vector<int> arrived_, dz_, dx_, pushed_;  // by block
-    std::vector<int> blocks_, sent_;               // by chunk
+    std::vector<int> arrived_, spread_, dz_, dx_, pushed_;  // by block
+    std::vector<int> blocks_, sent_;                        // by chunk
     std::vector<int> gradients_, gradients_wanted_;
     std::vector<int> left_;  // tiles of dz and dx, by unit
     std::vector<int> turns_;
@@ -266,10 +277,10 @@ class Rank {
 void test_planted_faults() {
     Problem p{3, 4, 2, 2, 3, 6, {{300, 0, 200, 300, 64, 100, 300, 200, 1, 500, 2, 700}}};
     p.num_local = 3;
-    for (int fault = 0; fault <= 3; ++fault) {
+    for (int fault = 0; fault <= 4; ++fault) {
         int found = 0;
         for (unsigned seed = 0; seed < 40; ++seed) {
-            const Settings s{true, true, 2, 2, 2, seed, fault};
+            const Settings s{true, true, 2, 2, 2, true, seed, fault};
             found += Rank(p, s).run().empty() ? 0 : 1;
         }
         CHECK((fault == 0) == (found == 0), "planted fault %d was found %d times", fault, found);
@@ -297,8 +308,13 @@ void test_backward_progress() {
         for (int& count : p.rows.counts)
             count = pick(0, 1, 63, 64, 65, 127, 128, 129, 300, 700);
         if (pick(0, 0, 0, 0, 1) == 1) p.rows.counts[0] = 2 * layout::kPartRows + 5;
-        const Settings s{pick(0, 1) == 1, pick(0, 1) == 1,  pick(0, 1, 3, 6),
-                         pick(1, 2, 5),   pick(1, 2, 3, 4), static_cast<unsigned>(made())};
+        const Settings s{pick(0, 1) == 1,
+                         pick(0, 1) == 1,
+                         pick(0, 1, 3, 6),
+                         pick(1, 2, 5),
+                         pick(1, 2, 3, 4),
+                         pick(0, 1) == 1,
+                         static_cast<unsigned>(made())};
         const std::string what = Rank(p, s).run();
         CHECK(what.empty(), "trial %d, %s, %d tiles of gradients, dx %d: %s", trial, p.name().c_str(),
               s.gradient_tiles, s.needs_dx, what.c_str());
