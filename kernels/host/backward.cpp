@@ -13,6 +13,9 @@
 namespace mega_moe {
 namespace {
 
+// Of each warp, so many that none are left; the count of those of all warps stays an int.
+constexpr std::int32_t kAllRows = 1 << 18;
+
 using Parts = layout::Layout<layout::kWorkspaceParts>;
 
 // By rows of a tensor, or by blocks of its columns.
@@ -85,6 +88,13 @@ Status map_quantised_operands(const BackwardProblem& problem, const layout::Work
     p.codes[0] = {x, reinterpret_cast<float*>(workspace + parts[layout::kXScalePool])};
     p.codes[1] = {dy, reinterpret_cast<float*>(workspace + parts[layout::kDyScalePool])};
     p.rounding = device::scale_rounding(problem.power_of_two);
+    if (local.num_ranks == 1) {
+        std::byte* codes = workspace + parts[layout::kOwnCodes];
+        auto* scales = reinterpret_cast<float*>(workspace + parts[layout::kOwnScales]);
+        p.own[0] = {codes, scales};
+        p.own[1] = {codes + local.max_tokens * hidden,
+                    scales + local.max_tokens * (hidden / layout::kQuantGroup)};
+    }
     p.gate_up_scales = problem.gate_up_scales;
     p.down_scales = problem.down_scales;
     p.x_scales = workspace + parts[layout::kXScalePool];
@@ -239,7 +249,10 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
     p.clamp = problem.clamp;
-    p.first_per_warp = first_rows_per_warp(local, launch);
+    p.spreads_rows = problem.dw_gate_up != nullptr || problem.dw_down != nullptr;
+    // A warp that quantises a row for each of its slots is slower than the products: all of them do it for
+    // the first chunk.
+    p.first_per_warp = quantised ? kAllRows : first_rows_per_warp(local, launch);
     p.delay_seed = problem.delay_seed;
     p.trace = trace_buffer(problem.trace, problem.trace_bytes, launch.ctas);
     return launch_layer(launch, route, p.route, &p);

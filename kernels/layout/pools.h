@@ -10,13 +10,18 @@ namespace mega_moe::layout {
 
 inline constexpr int kRowBlock = 64;  // rows that a warpgroup multiplies, and one counter covers
 
+// A row whose codes are there counts 1 in `arrived`, and this once it is there in bf16 too.
+inline constexpr std::uint32_t kBf16RowThere = 1u << 16;
+
 // Words that many CTAs add to lie a cache line apart.
 inline constexpr int kCounterLine = 32;
 
 // Counters, uint32, all zero when the routing of a launch ends:
 //   tickets        [kCounterTickets][kCounterLine]: see CounterTicket
 //   sent           [max_chunks]: entries of push_list that are sent
-//   arrived        [row blocks]: rows of x in the pool; in the backward of x and dy, and the zeros after them
+//   arrived        [row blocks]: rows of x in the pool; in the backward of x and dy, and the zeros after
+//   them;
+//                  where rows are quantised as they arrive, of the codes, and above kBf16RowThere in bf16 too
 //   gate_up_done   [row blocks]: warps that stored their part of h; in the backward of dz and h
 //   down_done      [row blocks]: warps that stored their part of the outputs; in the backward of dx
 enum CounterTicket {

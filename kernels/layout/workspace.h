@@ -98,6 +98,8 @@ enum WorkspacePart {
     kDzCodePool,   // e4m3 [pools][pool_rows, 2 * intermediate]
     kDyScalePool,  // fp32 [pools][pool_rows / 128][hidden / 128][128]: of dy
     kDzScalePool,  // fp32 [pools][pool_rows / 128][2 * intermediate / 128][128]: of dz
+    kOwnCodes,     // e4m3 [2][max_tokens, hidden]: x and dy of an only rank's quantised backward, by token
+    kOwnScales,    // fp32 [2][max_tokens, hidden / 128]: their scale factors
     // Of weights' gradients in e4m3, layout/gradient_operands.h; dz and h are then in kDzPool and kHPool.
     kXTransposedPool,    // [pools][pool_rows / 128][hidden / 128] blocks
     kDyTransposedPool,   // the same
@@ -168,6 +170,9 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     builder.add("dz_e4m3_pool", backward_codes * 2 * s.intermediate);
     builder.add("dy_sf_pool", backward_codes * groups * 4);
     builder.add("dz_sf_pool", backward_codes * 2 * inner_groups * 4);
+    const std::int64_t own_tokens = backward_codes > 0 && s.num_ranks == 1 ? 2 * s.max_tokens : 0;
+    builder.add("own_codes", own_tokens * s.hidden);
+    builder.add("own_sf", own_tokens * groups * 4);
     const std::int64_t transposed = s.has_transposed() ? rows : 0;
     builder.add("x_t_pool", transposed * s.hidden);
     builder.add("dy_t_pool", transposed * s.hidden);

@@ -46,6 +46,8 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
     copy_first_rows<C>(p, epoch);
     zero_padding<C>(p, 0, warp * static_cast<int>(ptx::num_ctas()) + static_cast<int>(ptx::cta_id()),
                     C::kThreads / 32 * static_cast<int>(ptx::num_ctas()));
+    // One warp takes the rows further that all have brought.
+    if constexpr (C::kQuantisesRows) __syncthreads();
     routing.end(TraceKind::kFirstRows, 0, 0, 0);
     if (warp < 4) {
         ptx::shrink_registers<C::kCommRegisters>();
@@ -55,8 +57,13 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
             BackwardScheduler<C>(p, shared, epoch, cta).run();
         } else {
             Tracer<C::kTrace> tracer(p.trace, warp == 2 ? TraceRole::kPull : TraceRole::kPush, first_lane);
-            if (warp == 2) pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation<C>{p, epoch});
             if (warp == 3 && ptx::cta_id() == 0) announce_empty_chunks<C>(p, epoch);
+            if (warp == 2)
+                pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation<C>{p, epoch});
+            else if (C::kQuantisesRows && has_own_codes(p)) {
+                tracer.start();
+                copy_runs<C>(p, 0, 1, tracer);
+            }
             Combiner<C, DtopkBeside>(p, epoch, {p}).run(tracer);
             if (warp == 3 && ptx::cta_id() == 0) await_all_ranks(p, epoch);
         }

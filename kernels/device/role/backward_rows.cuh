@@ -17,6 +17,7 @@ namespace mega_moe::device {
 // is the codes of x and dy that are zeroed, so that what dz and h are made of is zero there.
 template <class C>
 __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk, int warp, int num_warps) {
+    constexpr std::uint32_t kArrivals = C::kQuantisesRows ? 1 + layout::kBf16RowThere : 1;
     const RouteParams& r = p.route;
     const int row_of_slot = view_chunk(p, chunk).row_of_slot;
     const std::int64_t row_bytes = std::int64_t{p.hidden} * (C::kQuantisesGradients ? 1 : 2);
@@ -43,7 +44,8 @@ __device__ __forceinline__ void zero_padding(const BackwardParams& p, int chunk,
         }
         ptx::fence_proxy_async_global();
         __syncwarp();
-        if (ptx::lane_id() == 0) ptx::add_release_gpu(p.counters + p.arrived + slot / layout::kRowBlock, 1);
+        if (ptx::lane_id() == 0)
+            ptx::add_release_gpu(p.counters + p.arrived + slot / layout::kRowBlock, kArrivals);
     }
 }
 

@@ -77,6 +77,7 @@ class RowTiles {
                            : static_cast<std::uint64_t>(layout::kRowBlock);
         seen = wanted;
         if (row < end) seen = ptx::load_acquire_gpu(p.counters + (run_.down ? p.zd_done : p.arrived) + index);
+        if constexpr (C::kQuantisesRows) seen %= layout::kBf16RowThere;
         return !ptx::any(seen < wanted);
     }
 
@@ -170,6 +171,14 @@ class GradientTilesOfRank {
                     wanted = transposed;
                     return false;
                 }
+            } else if constexpr (C::kQuantisesRows) {
+                std::uint32_t rows = layout::kRowBlock;
+                if (block < blocks)
+                    rows = ptx::load_acquire_gpu(p.counters + p.arrived + index_of) / layout::kBf16RowThere;
+                seen = rows;
+                wanted = static_cast<std::uint64_t>(layout::kRowBlock);
+                if (ptx::any(seen < wanted)) return false;
+                wanted = static_cast<std::uint64_t>(p.intermediate / 128 * 4);
             }
             seen_blocks_ += 32;
         }

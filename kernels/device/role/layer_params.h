@@ -21,6 +21,12 @@ struct ArrivedCodes {
     float* scales;     // [rows / 128][hidden / 128][128]: so a tile's of one k-block are one run
 };
 
+// The same of an only rank's tokens, which it quantises before it routes: by token, and in its order.
+struct OwnCodes {
+    std::byte* codes;  // e4m3 [num_tokens, hidden]; null: rows are quantised on arrival
+    float* scales;     // [num_tokens, hidden / 128]
+};
+
 // Gate and up of the rows with the lowest slots, which the forward saves for the backward; see
 // layout/saved_gate_up.h.
 struct SavedGateUp {
@@ -34,6 +40,7 @@ struct LayerParams {
     MovedRows moved[2];       // x; dy in the backward alone
     MovedRows moved_scales;   // where e4m3 travels: scale factors of x, fp32 [., hidden / 128]
     ArrivedCodes codes[2];    // of each of `moved`, in a backward in fp8
+    OwnCodes own[2];          // likewise
     const std::byte* summed;  // pool of the rows that are summed over a token's experts
     SavedGateUp saved;        // where the kernel is the form that saves
     std::byte* out;           // the caller's, the sums: bf16 [num_tokens, hidden]
@@ -54,6 +61,7 @@ struct LayerParams {
     ScaleRounding rounding;       // of all that the kernel quantises
     std::uint32_t delay_seed;     // 0: none; else pauses in the communication roles, for tests
     bool returns_rows;            // sums are wanted, on all ranks alike
+    bool spreads_rows;  // where rows are quantised as they arrive: sums over rows read them in bf16 too
     layout::TraceBuffer trace;
 };
 

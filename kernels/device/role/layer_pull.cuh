@@ -6,9 +6,12 @@
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/global_memory.cuh"
+#include "device/role/layer_arrival.cuh"
 #include "device/role/layer_shared.cuh"
 #include "device/role/layer_source.cuh"
+#include "device/role/own_rows.cuh"
 #include "device/role/quantise_arrived.cuh"
+#include "device/role/quantise_rows_of.cuh"
 #include "device/role/quantised_pull.cuh"
 
 // Dispatch: rows of x, and of dy in the backward, from their ranks into the pools, each token once, whatever
@@ -42,24 +45,21 @@ class Puller {
         newest.last = true;
 #pragma unroll
         for (int i = 0; i < kAhead; ++i)
-            ahead[i] = start_next(tokens, newest);
+            ahead[i] = start_next(view, tokens, newest);
         PullPiece before{};
         while (ahead[0].bytes > 0) {
             const PullPiece piece = ahead[0];
 #pragma unroll
             for (int i = 0; i + 1 < kAhead; ++i)
                 ahead[i] = ahead[i + 1];
-            ahead[kAhead - 1] = start_next(tokens, newest);
+            ahead[kAhead - 1] = start_next(view, tokens, newest);
             ptx::mbarrier_wait(shared.pulled(landing_.at), landing_.parity);
-            if (lane() < piece.of.rows) {
+            if (takes_row(piece.of)) {
                 const std::int64_t row = piece.of.slot + view.row_of_slot;
                 ptx::bulk_store(p.moved[piece.moved].pool + row * row_bytes + piece.offset,
                                 shared.pull_buffer(landing_.at), static_cast<std::uint32_t>(piece.bytes));
             }
             ptx::bulk_commit();
-            if constexpr (C::kQuantisesRows)
-                quantise_piece(p.codes[piece.moved], view, piece.of, p.hidden, piece.offset, piece.bytes,
-                               p.rounding, shared.pull_buffer(landing_.at));
             landing_.next();
             stored(before);
             if (uncounted_ == kRowsPerCount) {
@@ -81,17 +81,29 @@ class Puller {
     // Some buffers take stores while the others load.
     static constexpr int kStoring = C::kPullBuffers > 3 ? 2 : 1;
     static constexpr int kAhead = C::kPullBuffers - kStoring;
+    static constexpr PullPass kPass = C::kQuantisesRows ? PullPass::kSpread : PullPass::kWhole;
+
+    // Whether the first slot of a token has the row already, which this CTA has brought there.
+    __device__ __forceinline__ bool first_has_row() const {
+        return kPass == PullPass::kSpread && keeps_row(p);
+    }
+    __device__ __forceinline__ bool takes_row(const TokenRows& t) const {
+        return lane() < t.rows && (lane() > 0 || !first_has_row());
+    }
 
     // The piece after `newest`, which becomes it, with its load under way; none at the end.
-    __device__ __forceinline__ PullPiece start_next(TokensInOrder& tokens, PullPiece& newest) {
+    __device__ __forceinline__ PullPiece start_next(const ChunkView& view, TokensInOrder& tokens,
+                                                    PullPiece& newest) {
         PullPiece piece = newest;
         if (newest.last) {
             piece.moved = 0;
             piece.offset = 0;
-            if (ended_ || !tokens.next(piece.of)) {
-                ended_ = true;
-                return {};
-            }
+            do {
+                if (ended_ || !tokens.next(piece.of)) {
+                    ended_ = true;
+                    return {};
+                }
+            } while (first_has_row() && piece.of.rows == 1);
         } else if (newest.offset + newest.bytes == row_bytes) {
             piece.moved = newest.moved + 1;
             piece.offset = 0;
@@ -105,16 +117,20 @@ class Puller {
         // The stores that last read the buffer: of so many pieces they come between them and this.
         ptx::bulk_wait_read<kStoring - 1>();
         __syncwarp();
-        load(piece);
+        load(view, piece);
         newest = piece;
         return piece;
     }
-    __device__ __forceinline__ void load(const PullPiece& piece) {
+    __device__ __forceinline__ void load(const ChunkView& view, const PullPiece& piece) {
         if (lane() == 0) {
-            ptx::mbarrier_arrive_expect(shared.pulled(loading_.at), static_cast<std::uint32_t>(piece.bytes));
-            ptx::bulk_load(shared.pull_buffer(loading_.at),
-                           row_source<C>(p, p.moved[piece.moved], piece.of, row_bytes) + piece.offset,
-                           static_cast<std::uint32_t>(piece.bytes), shared.pulled(loading_.at));
+            const MovedRows& moved = p.moved[piece.moved];
+            const std::byte* from =
+                first_has_row() ? moved.pool + (std::int64_t{piece.of.slot} + view.row_of_slot) * row_bytes
+                                : row_source<C>(p, moved, piece.of, row_bytes);
+            const std::uint32_t barrier = shared.pulled(loading_.at);
+            ptx::mbarrier_arrive_expect(barrier, static_cast<std::uint32_t>(piece.bytes));
+            ptx::bulk_load(shared.pull_buffer(loading_.at), from + piece.offset,
+                           static_cast<std::uint32_t>(piece.bytes), barrier);
         }
         __syncwarp();
         loading_.next();
@@ -125,7 +141,7 @@ class Puller {
 #pragma unroll
         for (int i = kRowsPerCount - 1; i > 0; --i)
             blocks_[i] = blocks_[i - 1];
-        blocks_[0] = lane() < piece.of.rows ? piece.of.slot / layout::kRowBlock : -1;
+        blocks_[0] = takes_row(piece.of) ? piece.of.slot / layout::kRowBlock : -1;
         ++uncounted_;
     }
     __device__ __forceinline__ void count() {
@@ -137,7 +153,7 @@ class Puller {
 #pragma unroll
         for (int i = 0; i < kRowsPerCount; ++i)
             if (i < uncounted_ && blocks_[i] >= 0)
-                ptx::add_relaxed_gpu(p.counters + p.arrived + blocks_[i], 1);
+                ptx::add_relaxed_gpu(p.counters + p.arrived + blocks_[i], arrival<kPass>(p, lane()));
         uncounted_ = 0;
     }
 
@@ -184,21 +200,6 @@ __device__ __forceinline__ void copy_some(const LayerParams& p, const ChunkView&
                     for (int j = 0; j < kVectors; ++j)
                         if (at + j * 512 < row_bytes) ptx::store(to + at + j * 512, v[j]);
                 }
-                if constexpr (C::kQuantisesRows) {
-#pragma unroll
-                    for (int first = 0; first < kVectors; first += kQuad) {
-                        uint4 quad[kQuad];
-#pragma unroll
-                        for (int j = 0; j < kQuad; ++j)
-                            quad[j] = at + (first + j) * 512 < row_bytes ? v[first + j] : uint4{0, 0, 0, 0};
-                        // Lanes stand at different bytes and at the same group.
-                        const int group = (at - lane_bytes + first * 512) / 256;
-                        const int left = row_bytes / 256 - group;
-                        if (left > 0)
-                            quantise_arrived(p.codes[moved], view, t, p.hidden, group, min(left, 2 * kQuad),
-                                             p.rounding, quad);
-                    }
-                }
             }
         }
         if constexpr (C::kMovesE4m3)
@@ -221,7 +222,34 @@ __device__ __forceinline__ void copy_first_rows(const LayerParams& p, std::uint6
     const auto ctas = static_cast<int>(ptx::num_ctas());
     const int first = warp * ctas + static_cast<int>(ptx::cta_id());
     const int step = C::kThreads / 32 * ctas;
-    copy_some<C>(p, view, TokensInOrder(p, view, first, step));
+    if constexpr (C::kQuantisesRows) {
+        RowRun run;
+        if (!has_own_codes(p))
+            QuantisedRowsOf<C, 2 * kQuad>(p, view).quantise(TokensInOrder(p, view, first, step),
+                                                            p.first_per_warp);
+        else if (RunsInOrder(p.route, 0, first, step).next(run))
+            copy_run(p, view, run);
+    } else {
+        copy_some<C>(p, view, TokensInOrder(p, view, first, step));
+    }
+}
+
+// A communication warp, where an only rank has quantised its tokens: its share of a chunk's rows. Both take
+// half of the first chunk, the only one whose rows tiles wait for, and which waits for nothing: to pull a
+// later one may need what the second is to send.
+template <class C>
+__device__ __forceinline__ void copy_runs(const LayerParams& p, int chunk, int warp,
+                                          Tracer<C::kTrace>& tracer) {
+    const auto ctas = static_cast<int>(ptx::num_ctas());
+    const auto cta = static_cast<int>(ptx::cta_id());
+    // One run is copied by each warp before the roles part.
+    const int first = chunk == 0 ? C::kThreads / 32 * ctas + warp * ctas : 0;
+    RunsInOrder runs(p.route, chunk, first + cta, chunk == 0 ? 2 * ctas : ctas);
+    const ChunkView view = view_chunk(p, chunk);
+    for (RowRun run; runs.next(run);) {
+        copy_run(p, view, run);
+        tracer.end(TraceKind::kPull, chunk, 0, 0);
+    }
 }
 
 struct NoPreparation {
@@ -243,8 +271,18 @@ __device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShare
         await_free_chunk(p, epoch, chunk, lost);
         prepare(chunk, lost);
         tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
-        const int copied = chunk == 0 ? first_copied<C>(p) : 0;
-        puller.pull_chunk(view_chunk(p, chunk), chunk, cta + copied, ctas, tracer);
+        const ChunkView view = view_chunk(p, chunk);
+        int first = cta + (chunk == 0 ? first_copied<C>(p) : 0);
+        if constexpr (C::kQuantisesRows) {
+            if (has_own_codes(p))
+                copy_runs<C>(p, chunk, 0, tracer);
+            else
+                QuantisedRowsOf<C, kQuad>(p, view).quantise(TokensInOrder(p, view, first, ctas),
+                                                            view.residents);
+            if (!p.spreads_rows) continue;
+            first = cta;
+        }
+        puller.pull_chunk(view, chunk, first, ctas, tracer);
     }
 }
 

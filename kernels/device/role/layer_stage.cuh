@@ -72,6 +72,13 @@ __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t e
                                             ptx::num_ctas());
             ptx::fence_proxy_async_global();
         }
+        if constexpr (C::kQuantisesRows)
+            for (int i = 0; i < 2; ++i)
+                quantise_share<C::kThreads>(
+                    {p.moved[i].from, p.own[i].codes, p.own[i].scales,
+                     static_cast<std::uint32_t>(p.route.num_tokens * (p.hidden / layout::kQuantGroup)),
+                     p.rounding},
+                    ptx::cta_id(), ptx::num_ctas());
         return;
     }
     const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;

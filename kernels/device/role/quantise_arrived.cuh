@@ -2,7 +2,6 @@
 #include <cstdint>
 
 #include "device/ptx/global_memory.cuh"
-#include "device/ptx/shared_memory.cuh"
 #include "device/ptx/warp.cuh"
 #include "device/role/layer_rows.cuh"
 #include "device/role/stage_quantise.cuh"
@@ -33,24 +32,6 @@ __device__ __forceinline__ void quantise_arrived(const ArrivedCodes& to, const C
             ptx::store(
                 to.scales + layout::scale_at(row, first + 2 * own + half, hidden / layout::kQuantGroup),
                 quad.scale);
-    }
-}
-
-// The same of a piece of a row in shared memory, `bytes` of bf16 from byte `offset` of the row on.
-__device__ __forceinline__ void quantise_piece(const ArrivedCodes& to, const ChunkView& view,
-                                               const TokenRows& t, int hidden, int offset, int bytes,
-                                               ScaleRounding rounding, std::uint32_t buffer) {
-    constexpr int kGroupBytes = layout::kQuantGroup * 2;
-    const std::uint32_t lane_at = ptx::lane_id() * 16;
-#pragma unroll 1
-    for (int at = 0; at < bytes; at += kQuad * 512) {
-        uint4 v[kQuad];
-#pragma unroll
-        for (int i = 0; i < kQuad; ++i)
-            v[i] = at + i * 512 < bytes ? ptx::load_shared_vector(buffer + at + i * 512 + lane_at)
-                                        : uint4{0, 0, 0, 0};
-        quantise_arrived(to, view, t, hidden, (offset + at) / kGroupBytes,
-                         min((bytes - at) / kGroupBytes, 2 * kQuad), rounding, v);
     }
 }
 

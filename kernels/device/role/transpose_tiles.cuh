@@ -6,8 +6,8 @@
 
 namespace mega_moe::device {
 
-// Tiles that transpose x and dy: a ticket's record, and whether its rows are there. In the order of the
-// units, without waiting for any other tile.
+// Tiles that transpose x and dy: a ticket's record, and whether its rows are there in bf16, which come behind
+// their codes. In the order of the units, without waiting for any other tile.
 template <class C>
 class TransposesOfRank {
   public:
@@ -49,7 +49,7 @@ class TransposesOfRank {
         wanted = layout::kRowBlock;
         seen = wanted;
         if (row < min(run_.rows, cta_tile(1).first_row + layout::kTileRows))
-            seen = ptx::load_acquire_gpu(p.counters + p.arrived + index);
+            seen = ptx::load_acquire_gpu(p.counters + p.arrived + index) / layout::kBf16RowThere;
         return !ptx::any(seen < wanted);
     }
 

@@ -28,7 +28,7 @@ struct NamedPart {
     std::int64_t bytes;
 };
 
-inline constexpr int kMaxLayoutParts = 32;
+inline constexpr int kMaxLayoutParts = 40;
 
 // Parts of a buffer in order; the rest of the array is unused.
 struct LayoutTable {
