@@ -25,6 +25,7 @@ from mega_moe.demo.config import Config
 
 PRECISIONS = ("bf16", "fp8", "fp8_bwd")
 SPREADS = 2.0  # of bf16, within which another precision must end
+SMOOTHED = 20  # steps of a drawn loss: batches differ more than precisions do
 
 
 def judge(losses: dict[str, list[float]]) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _one(config: Config, out: Path, precision: str, backend: str, device: str | 
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Held-out loss over the steps, one line a run, and the final losses beside it."""
+    """Training loss over the steps, one line a run, and the final held-out losses beside it."""
     # The object interface: pyplot would choose a screen and keep global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -109,18 +110,22 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     FigureCanvasAgg(figure)
     curves, finals = figure.subplots(1, 2, width_ratios=(2, 1))
     colours = dict(zip(result["held_out"], ("tab:blue", "tab:orange", "tab:green"), strict=False))
-    for precision, runs in result["held_out"].items():
+    for precision, runs in result["training"].items():
         for at, run in enumerate(runs):
-            steps, losses = zip(*run, strict=True)
+            means = [statistics.fmean(run[max(0, end - SMOOTHED) : end]) for end in range(1, len(run) + 1)]
             curves.plot(
-                steps,
-                losses,
-                ".-",
+                range(1, len(run) + 1),
+                means,
                 color=colours[precision],
                 alpha=0.8,
+                linewidth=1,
                 label=None if at else precision,
             )
-    curves.set(xlabel="step", ylabel="held-out loss, nats per byte", title=result["device"])
+    curves.set(
+        xlabel="step",
+        ylabel=f"training loss, nats per byte, mean of {SMOOTHED} steps",
+        title=result["device"],
+    )
     curves.grid(alpha=0.3)
     curves.legend()
     for at, (precision, losses) in enumerate(result["final_held_out"].items()):
