@@ -116,7 +116,9 @@ def _rows(
         (case["backend"],),
         tuple(case["directions"]),
         None,
+        reuse_weight_copies=case["reuse_weight_copies"],
         dw_precision=case["dw_precision"],
+        reserved_sms=tuple(case["reserved_sms"]),
     )
     yield from measure_layer(problem, options, protocols, timer, context, product_rates=rates)
 

@@ -124,7 +124,13 @@ class Run:
         job = self.setting.folder / "job.json"
         quick = self.setting.quick
         named = [
-            {**dataclasses.asdict(case), "name": case.name, "seconds": case.seconds(), "quick": case.quick}
+            {
+                **dataclasses.asdict(case),
+                "name": case.name,
+                "seconds": case.seconds(),
+                "quick": case.quick,
+                "reuse_weight_copies": case.reuse_weight_copies,
+            }
             for case in cases
         ]
         wheel = str(self.setting.wheel) if self.setting.wheel else None
@@ -142,16 +148,18 @@ class Run:
 
         script = Path(__file__).with_name("ranks_rows.py")
         command = torchrun(self.setting, str(script), str(job), str(self.told.path))
-        ended = self._run("ceilings and layers", command, limit_s, {}, stalled)
+        env, others = {}, self._others()
+        if others and self.setting.wheel is not None:
+            # One of our backends calls what they bring.
+            env["PYTHONPATH"] = os.pathsep.join((self._env["PYTHONPATH"], others))
+        ended = self._run("ceilings and layers", command, limit_s, env, stalled)
         self.told.read()
         return ended
 
     def _program(self, part: Part) -> Became:
         env = dict(part.env)
         if FP8_PEER in " ".join(part.command):
-            assert self.setting.peers is not None
-            # Its wheels are for it alone: with them another backend of ours would be there too.
-            env["PYTHONPATH"] = str(self._installed("peer", sorted(self.setting.peers.glob("*.whl"))))
+            env["PYTHONPATH"] = self._others()
         ended = self._run(part.name, part.command, min(part.limit_s, self.left_s() + OVERRUN_S), env)
         text = self._log_of(part.name).read_text(errors="replace")
         if part.name.startswith("peer"):
@@ -193,6 +201,12 @@ class Run:
             options = ("--quiet", "--no-index", "--no-deps", "--target", str(site))
             subprocess.run([sys.executable, "-m", "pip", "install", *options, *map(str, wheels)], check=True)
         return site
+
+    def _others(self) -> str:
+        """A folder with the wheels of other implementations, empty without any. Tests and steps run without them."""
+        peers = self.setting.peers
+        wheels = [] if peers is None else sorted(peers.glob("*.whl"))
+        return str(self._installed("peer", wheels)) if wheels else ""
 
     def _keep_peer(self, part: Part, text: str, ended: Ended) -> None:
         tokens, ranks = int(part.env["TOK"]), self.setting.num_ranks

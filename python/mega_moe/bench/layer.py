@@ -35,7 +35,7 @@ class LayerOptions:
     """`backends` None means every one that explain lists; `dw_dtype` None means the weights' dtype.
 
     `reuse_weight_copies`: where kernels read e4m3 copies of the weights, they are made before the time begins.
-    `dw_precision` is the buffer's.
+    `dw_precision` is the buffer's. `reserved_sms`: each of them, where a backend can leave SMs.
     """
 
     precision: str
@@ -44,6 +44,7 @@ class LayerOptions:
     dw_dtype: torch.dtype | None
     reuse_weight_copies: bool = False
     dw_precision: str = "bf16"
+    reserved_sms: tuple[int, ...] = RESERVED_SMS
 
 
 def measure_layer(
@@ -78,7 +79,7 @@ def measure_layer(
     for verdict in explanation.verdicts:
         if options.backends is not None and verdict.backend not in options.backends:
             continue
-        for reserved, directions in reservations(verdict.backend, options.directions):
+        for reserved, directions in reservations(verdict.backend, options.directions, options.reserved_sms):
             # A verdict of explain is one on the automatic choice, which refuses the reference where its numerics would
             # surprise. Here every backend is asked for by name.
             try:
@@ -96,11 +97,13 @@ def measure_layer(
             _release(context)
 
 
-def reservations(backend: str, directions: Sequence[str]) -> Iterator[tuple[int | None, tuple[str, ...]]]:
+def reservations(
+    backend: str, directions: Sequence[str], reserved_sms: Sequence[int]
+) -> Iterator[tuple[int | None, tuple[str, ...]]]:
     """Reserved SMs, None where they mean nothing, and the directions to measure so."""
     reserving = tuple(d for d in directions if d in RESERVING_BACKENDS.get(backend, ()))
     if reserving:
-        for reserved in RESERVED_SMS:
+        for reserved in reserved_sms:
             yield reserved, reserving
     rest = tuple(d for d in directions if d not in reserving)
     if rest:

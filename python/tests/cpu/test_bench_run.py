@@ -28,9 +28,9 @@ QUICK = ["--device", "cpu", "--quick", "--shape", "tiny"]
 
 def test_reserved_sms_are_measured_where_kernels_can_leave_them() -> None:
     every = ("forward", "backward", "forward_backward")
-    assert list(reservations("fused", every)) == [(0, every), (16, every)]
-    assert list(reservations("fused", every[1:])) == [(0, every[1:]), (16, every[1:])]
-    assert list(reservations("grouped", every)) == [(None, every)]
+    assert list(reservations("fused", every, (0, 16))) == [(0, every), (16, every)]
+    assert list(reservations("fused", every[1:], (16,))) == [(16, every[1:])]
+    assert list(reservations("grouped", every, (0, 16))) == [(None, every)]
 
 
 def test_whole_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
