@@ -26,7 +26,7 @@ from ranks_run import Run
 from report import ROOT
 
 # Under eight minutes for two GPUs, under ten for more, with room for the start of a machine's first program.
-BUDGET_S = {1: 450.0, 2: 450.0, 4: 560.0, 8: 560.0}
+BUDGET_S = {1: 450.0, 2: 470.0, 4: 560.0, 8: 560.0}
 
 
 def parser() -> argparse.ArgumentParser:

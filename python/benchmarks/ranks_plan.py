@@ -163,7 +163,7 @@ def _suite(name: str, num_ranks: int, importance: int, *words: str) -> Part:
         "MEGA_MOE_REQUIRE_INSTALLED": "1",
         "MEGA_MOE_REQUIRE_GPU": "1",
     }
-    return Part(f"tests: {name}, EP {num_ranks}", importance, 25, 100, (*suite, *words), env)
+    return Part(f"tests: {name}, EP {num_ranks}", importance, 28, 100, (*suite, *words), env)
 
 
 def rows_part(setting: Setting, chosen: Iterable[Case]) -> Part:
@@ -187,11 +187,11 @@ def cases(setting: Setting) -> list[Case]:
                 Case(model, tokens, "fp8", "fused", ways, None, 2 + later),
                 Case(model, tokens, "fp8_bwd", "fused", ("backward",), None, 2 + later),
                 Case(model, tokens, "fp8", "fused", ("backward",), None, 3 + later, dw_precision="fp8"),
-                Case(model, tokens, "bf16", "deep_gemm", ways, None, 4 + later),
+                Case(model, tokens, "bf16", "deep_gemm", ways, None, 4 + later // 2),
             ]
     reserved = (OF_NCCL,)
     found += [
-        Case(model, TOKENS[0], "bf16", "fused", ways, None, 4, reserved_sms=reserved) for model in MODELS
+        Case(model, TOKENS[0], "bf16", "fused", ways, None, 6, reserved_sms=reserved) for model in MODELS
     ]
     found += [Case(model, TOKENS[0], "bf16", "fused", both, None, 7) for model in MODELS]
     found += [Case(model, TOKENS[0], "bf16", "reference", ways, None, 8) for model in MODELS]
@@ -225,7 +225,7 @@ def peer_parts(setting: Setting) -> list[Part]:
     """Other implementations, from a folder that the user gives; their wheels lie there too."""
     parts = []
     for tokens, importance in zip(TOKENS, (2, 5)):
-        for script, name, seconds in ((BASELINE, "baseline", 26), (FP8_PEER, "FP8 peer", 18)):
+        for script, name, seconds in ((BASELINE, "baseline", 32), (FP8_PEER, "FP8 peer", 21)):
             path = None if setting.peers is None else setting.peers / script
             skipped = None
             if setting.device == "cpu":
@@ -247,7 +247,7 @@ def demo_part(setting: Setting) -> Part:
     words = ["train", "--steps", steps, "--minutes", "0", "--out", str(setting.folder / "demo"), "--json"]
     if setting.device == "cpu":
         words += ["--device", "cpu"]
-    return Part("demo", 2, 20, 120, torchrun(setting, "-m", "mega_moe.cli", *words))
+    return Part("demo", 2, 23, 120, torchrun(setting, "-m", "mega_moe.cli", *words))
 
 
 def step_parts(setting: Setting) -> list[Part]:

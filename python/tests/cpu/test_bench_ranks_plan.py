@@ -51,6 +51,11 @@ def test_layers_in_every_precision_backend_direction_and_size(plan: Any) -> None
         for precision in ("bf16", "fp8", "fp8_bwd")
     }
     assert {case.backend for case in found} == {"fused", "grouped", "deep_gemm", "reference"}
+    assert {(c.tokens, c.backend) for c in found if c.importance < 6 and c.reserved_sms == (0,)} == {
+        (tokens, backend) for tokens in (16384, 8192) for backend in ("fused", "grouped", "deep_gemm")
+    }
+    reserved = {(c.shape, c.tokens, c.precision) for c in found if c.reserved_sms != (0,)}
+    assert reserved == {("30B", 16384, "bf16"), ("235B", 16384, "bf16")}
     with_dw = {(c.shape, c.tokens, c.precision, c.directions) for c in found if c.dw_precision == "fp8"}
     assert with_dw == {(shape, tokens, "fp8", ("backward",)) for shape, tokens, _ in fused}
 
