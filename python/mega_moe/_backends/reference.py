@@ -39,26 +39,35 @@ class _Exact:
 class _Blockwise:
     """e4m3 operands, 1 x 128 scales for rows and 128 x 128 scales for weights."""
 
-    def __init__(self, power_of_two: bool) -> None:
-        self._power_of_two = power_of_two
+    def __init__(self, power_of_two: bool, block_product: quantize.BlockProduct) -> None:
+        self._power_of_two, self._block_product = power_of_two, block_product
 
     def encode(self, value: Tensor, dtype: torch.dtype) -> Payload:
         return quantize.quantize_rows(value, self._power_of_two)
 
     def multiply(self, rows: Payload, weight: Tensor) -> Tensor:
         columns = quantize.quantize_weight(weight, self._power_of_two)
-        return quantize.scaled_product((rows[0], rows[1]), columns).to(wide(weight.dtype))
+        product = quantize.scaled_product((rows[0], rows[1]), columns, self._block_product)
+        return product.to(wide(weight.dtype))
 
 
 class ReferenceArithmetic:
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
 
-    def __init__(self, precision: str, dw_precision: str = "bf16", *, power_of_two: bool = False) -> None:
-        blockwise = _Blockwise(power_of_two)
+    def __init__(
+        self,
+        precision: str,
+        dw_precision: str = "bf16",
+        *,
+        power_of_two: bool = False,
+        block_product: quantize.BlockProduct = quantize.exact_block_product,
+    ) -> None:
+        blockwise = _Blockwise(power_of_two, block_product)
         self.quantized_dispatch = precision == "fp8"
         self._forward: _Product = blockwise if precision == "fp8" else _Exact()
         self._backward: _Product = _Exact() if precision == "bf16" else blockwise
         self._dw_in_fp8, self._power_of_two = dw_precision == "fp8", power_of_two
+        self._block_product = block_product
 
     def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
         dtype, product = experts.down.dtype, self._forward
@@ -96,7 +105,8 @@ class ReferenceArithmetic:
     def _outer(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """``left [M, A]``, ``right [M, B]`` -> ``left^T right [A, B]``, wide."""
         if self._dw_in_fp8:
-            return quantize.gradient_product(left, right, self._power_of_two).to(wide(dtype))
+            product = quantize.gradient_product(left, right, self._power_of_two, self._block_product)
+            return product.to(wide(dtype))
         return (left.double().T @ right.double()).to(wide(dtype))
 
     def sum_slots(self, rows: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The forward of all ranks with the kernel's rounding points, in plain torch on any device.
 
-g, u, h and o are rounded to bf16, in fp8 h to e4m3 instead, as x before it; a rank sums its rows of a token in slot
+g, u, h and o are rounded to bf16, in fp8 h to e4m3 instead, as x before it, and sums of e4m3 products on a GPU are the
+tensor core's; a rank sums its rows of a token in slot
 order and rounds the sum once for the way back; the token's own rank sums what the ranks sent in their order.
 """
 
@@ -16,6 +17,7 @@ from mega_moe._backends.quantize import quantize_rows
 from mega_moe._backends.reference import ReferenceArithmetic
 
 from ._forward import Layer
+from ._tensor_core import block_product_of
 
 
 def slot_outputs(layer: Layer, precision: str = "bf16", power_of_two: bool = False) -> list[Tensor]:
@@ -30,7 +32,10 @@ def slot_outputs(layer: Layer, precision: str = "bf16", power_of_two: bool = Fal
     clamp = None if layer.clamp is None or math.isinf(layer.clamp) else layer.clamp
     outputs = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
     rows = tuple(part[token] for part in (quantize_rows(x, power_of_two) if precision == "fp8" else (x,)))
-    outputs[token, slot] = ReferenceArithmetic(precision, power_of_two=power_of_two).forward(
+    arithmetic = ReferenceArithmetic(
+        precision, power_of_two=power_of_two, block_product=block_product_of(layer.device)
+    )
+    outputs[token, slot] = arithmetic.forward(
         rows, weights[token, slot], Experts(layer.gate_up, layer.down, counts, clamp)
     )
     return list(outputs.split([len(own) for own in layer.x]))

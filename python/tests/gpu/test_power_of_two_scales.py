@@ -21,6 +21,7 @@ from ._backward_ranks import WITH_DW, new_backward_ranks
 from ._forward import Layer, random_experts, random_layer
 from ._forward_ranks import new_ranks, pool_of, shape_of
 from ._scales import assert_powers_of_two, part_of, scales_of
+from ._tensor_core import block_product_of
 from ._virtual import random_ids
 
 _WHY = _forward_fp8.why_no_kernel() or _backward_fp8.why_no_kernel()
@@ -79,7 +80,7 @@ def one_expert(device: torch.device) -> Layer:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_what_the_forward_quantises(cuda_device: torch.device, power_of_two: bool) -> None:
-    """x bit for bit; h as the emulation but where a sum of the tensor core turns the largest of a group."""
+    """x bit for bit; h as the emulation but where another rounding of gate or up turns the largest of a group."""
     layer = one_expert(cuda_device)
     ranks = new_ranks(cuda_device, layer, quantise=True, power_of_two=power_of_two)
     ranks.forward(layer)
@@ -87,16 +88,18 @@ def test_what_the_forward_quantises(cuda_device: torch.device, power_of_two: boo
     x = quantize_rows(layer.x[0], power_of_two)
     for name, got, want in zip(("codes", "scales"), kernels.staged_codes(), x, strict=True):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
-    z = scaled_product(x, quantize_weight(layer.gate_up[0], power_of_two)).bfloat16()
+    weight = quantize_weight(layer.gate_up[0], power_of_two)
+    z = scaled_product(x, weight, block_product_of(cuda_device)).bfloat16()
     h = activate(z, None, rounded_sigmoid) * layer.weights[0].float()
     _, want = quantize_rows(h, power_of_two)
     scales = scales_of(kernels, "h_sf_pool", 3)
     got = scales[: len(want)]
     if power_of_two:
         assert_powers_of_two(scales, want.numel())
-        assert int((got == want).sum()) >= 0.98 * want.numel()
+        assert int((got == want).sum()) >= 0.998 * want.numel()
     else:
         torch.testing.assert_close(got, want, rtol=0.02, atol=0)
+        assert int(((got / want - 1).abs() < 1e-5).sum()) >= 0.998 * want.numel()
         with pytest.raises(AssertionError, match="no powers of two"):
             assert_powers_of_two(scales, want.numel())
 
@@ -152,8 +155,7 @@ def test_a_buffer_asks_for_it(cuda_device: torch.device, precision: str) -> None
         for how in (("fused", "power_of_two"), ("reference", "power_of_two"), ("reference", "fp32"))
     )
     for place, (a, b, c) in enumerate(zip(got, want, other, strict=True)):
-        of_weights_in_fp8 = place >= 3 and form["dw_precision"] == "fp8"
-        most = _backward_fp8.DW_TOLERANCE if of_weights_in_fp8 else _backward_fp8.TOLERANCE
+        most = 1e-2  # docs/semantics.md
         assert float((a - b).norm()) <= most * float(b.norm()), place
         # y of fp8_bwd is made in bf16.
         if place or form["precision"] == "fp8":
