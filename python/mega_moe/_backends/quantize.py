@@ -94,8 +94,8 @@ def scaled_product(
 ) -> Tensor:
     """fp32 ``[M, N] = a b^T`` of row-quantised ``a [M, K]`` and block-quantised ``b [N, K]``.
 
-    Each 128 columns of K give a partial product, which is scaled and added to the fp32 sum in ascending K: the
-    promotion of the kernels.
+    Each 128 columns of K give a partial product, which is scaled and added to the fp32 sum by fused multiply-adds in
+    ascending K: the promotion of the kernels.
     """
     (a_codes, a_scale), (b_codes, b_scale) = a, b
     total = torch.zeros(a_codes.shape[0], b_codes.shape[0], dtype=torch.float32, device=a_codes.device)
@@ -103,5 +103,7 @@ def scaled_product(
     for block in range(a_codes.shape[1] // SCALE_BLOCK):
         columns = slice(block * SCALE_BLOCK, (block + 1) * SCALE_BLOCK)
         partial = block_product(a_codes[:, columns], b_codes[:, columns])
-        total += (a_scale[:, block, None] * per_column[None, :, block]) * partial
+        # fp64 holds the product of two fp32 numbers.
+        scale = (a_scale[:, block, None] * per_column[None, :, block]).double()
+        total = (scale * partial.double() + total.double()).float()
     return total

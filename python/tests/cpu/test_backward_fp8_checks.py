@@ -65,13 +65,15 @@ def test_the_emulation_passes(layer: _forward.Layer, dy: list[Tensor], judge: _b
 def test_an_error_of_half_the_tolerance_passes(
     layer: _forward.Layer, dy: list[Tensor], judge: _backward_fp8.Judge
 ) -> None:
-    """5e-3 of one element in a hundred: bf16 holds no smaller one."""
+    """1.5e-2 of one element in a hundred: bf16 holds no smaller one."""
     made = torch.Generator().manual_seed(1)
 
     def noisy(value: Tensor | None) -> Tensor:
         assert value is not None
         some = torch.rand(value.shape, generator=made) < 0.01
-        return (value.float() * (1 + 5e-3 * torch.randn(value.shape, generator=made) * some)).to(value.dtype)
+        return (value.float() * (1 + 1.5e-2 * torch.randn(value.shape, generator=made) * some)).to(
+            value.dtype
+        )
 
     judge.assert_right([Gradients(*map(noisy, own)) for own in emulated(layer, dy)])
 
@@ -191,9 +193,9 @@ def test_noise_on_weights_gradients_is_refused_in_either_form(
     in_fp8: Shape,
 ) -> None:
     for own, got in ((judge, emulated(layer, dy)), (judge_of_fp8, emulated(layer, dy, in_fp8))):
-        own.assert_right(with_noise(got, 5e-4))
-        with pytest.raises(AssertionError, match=r"dw_gate_up: 2\..*e-03 from the emulation"):
-            own.assert_right(with_noise(got, 2e-3))
+        own.assert_right(with_noise(got, 1e-3))
+        with pytest.raises(AssertionError, match=r"dw_gate_up: [45]\..*e-03 from the emulation"):
+            own.assert_right(with_noise(got, 4e-3))
 
 
 def test_other_sums_than_the_tensor_cores_are_refused(

@@ -42,12 +42,12 @@ def test_the_emulation_passes(judge: _forward_fp8.Judge, results: list[Tensor]) 
 
 
 def test_an_error_of_half_the_tolerance_passes(judge: _forward_fp8.Judge, results: list[Tensor]) -> None:
-    """5e-3 of one element in a hundred: bf16 holds no smaller one."""
+    """1.5e-2 of one element in a hundred: bf16 holds no smaller one."""
     made = torch.Generator().manual_seed(1)
 
     def noisy(own: Tensor) -> Tensor:
         some = torch.rand(own.shape, generator=made) < 0.01
-        return own + (5e-3 * torch.randn(own.shape, generator=made) * some * own).bfloat16()
+        return own + (1.5e-2 * torch.randn(own.shape, generator=made) * some * own).bfloat16()
 
     judge.assert_right([noisy(own) for own in results])
 

@@ -1,6 +1,6 @@
 """Tests of all precisions: their kernels, and what judges their results. "fp8_dw": weight gradients in fp8 too.
 
-bf16 is compared with fp64 alone. fp8 is within 1e-3 of the emulation over groups of tokens and in each weight's
+bf16 is compared with fp64 alone. fp8 is within 3e-3 of the emulation over groups of tokens and in each weight's
 gradient, and its error against fp64 within 1.05 times the emulation's.
 """
 

@@ -29,8 +29,6 @@ def product(
     out,
     rows,
     columns,
-    a_stride,
-    b_stride,
     length: tl.constexpr,
     step: tl.constexpr,
     kept: tl.constexpr,
@@ -42,8 +40,8 @@ def product(
     sums = tl.zeros((tile, tile), tl.float32)
     for start in range(0, length, step):
         k = start + tl.arange(0, step)
-        of_a = tl.load(a + row[:, None] * a_stride + k[None, :], mask=row[:, None] < rows, other=0)
-        of_b = tl.load(b + column[:, None] * b_stride + k[None, :], mask=column[:, None] < columns, other=0)
+        of_a = tl.load(a + row[:, None] * length + k[None, :], mask=row[:, None] < rows, other=0)
+        of_b = tl.load(b + column[:, None] * length + k[None, :], mask=column[:, None] < columns, other=0)
         left = of_a.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         right = of_b.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         both = exponents(of_a, none)[:, None, :] + exponents(of_b, none)[None, :, :]

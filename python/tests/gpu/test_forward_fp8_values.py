@@ -277,9 +277,10 @@ def test_ranks_do_not_change_the_result(cuda_device: torch.device, num_ranks: in
     for own in layer.ids:  # every third token stays on one rank
         own[::3] = own[::3, :1] // local * local + own[::3] % local
     one = layer.as_one_rank()
-    got = torch.cat(ranks_of(cuda_device, layer).forward(layer))
-    alone = ranks_of(cuda_device, one).forward(one)[0]
-    Judge(one).assert_right([got])
+    y = ranks_of(cuda_device, layer).forward(layer)
+    Judge(layer).assert_right(y)
+    got, alone = torch.cat(y), ranks_of(cuda_device, one).forward(one)[0]
+    assert float((got.double() - alone.double()).norm() / alone.double().norm()) <= 4e-3
     rank_of = one.ids[0] // local
     together = (rank_of == rank_of[:, :1]).all(1)
     assert int(together.sum()) >= len(got) // 3
