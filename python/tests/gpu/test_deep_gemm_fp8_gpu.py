@@ -287,7 +287,9 @@ def test_codes_elsewhere_are_refused(cuda_device: torch.device) -> None:
     for x in (given.x[1:301], given.x[:300].clone()):
         with pytest.raises(RuntimeError, match=r"x: address of e4m3 rows is 0x.*, must be 0x"):
             ranks.forwards[0].forward(x, layer.ids[0], layer.weights[0], *weights)
-    assert_same_y([start(ranks, given, 0, layer)], want, "after refusals")
+    y = start(ranks, given, 0, layer)
+    ranks.synchronize()
+    assert_same_y([y], want, "after refusals")
     bf16 = random_layer(layer.ids, (layer.gate_up, layer.down))
     plain = new_backward_ranks(cuda_device, bf16)
     with pytest.raises(RuntimeError, match="x: dtype is float8_e4m3fn, must be bfloat16"):
