@@ -68,9 +68,27 @@ def test_a_run_on_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_several_precisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, png = tmp_path / "steps.json", tmp_path / "steps.png"
+    named = ("--backend", "reference,grouped", "--precision", "bf16,fp8", "--model", "tiny")
+    assert main(words(*named, "--json", str(out), "--plot", str(png))) == 0
+    rows = schema.read_steps(out).rows
+    assert [(row.backend, row.precision, row.status) for row in rows] == [
+        ("reference", "bf16", "measured"),
+        ("grouped", "bf16", "measured"),
+        ("reference", "fp8", "measured"),
+        ("grouped", "fp8", "refused"),
+    ]
+    printed = capsys.readouterr().out
+    assert "tiny fp8" in printed
+    assert "refused: tiny fp8: backend grouped: computes in the inputs' dtype only" in printed
+    assert png.is_file()
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [
+        (("--precision", "bf16,fp4"), "precision: got 'fp4', wanted one of bf16, fp8"),
         (("--model", "40B"), "model: got '40B', wanted one of tiny, 30B, 235B"),
         (("--backend", "fast"), "backend: got 'fast', wanted one of fused"),
         (("--skip", "3"), "skip: got 3, wanted 0 to 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,9 +43,9 @@ def parser() -> argparse.ArgumentParser:
     """The options of the command; lists are separated by commas."""
     made = argparse.ArgumentParser(
         prog="mega-moe bench step",
-        description="Time full training steps with every backend: forward, backward, clipping and AdamW, full "
-        "activation checkpointing, FSDP2 and expert parallelism over the ranks that torchrun started; one process "
-        "works. Without a GPU the tiny model runs in seconds.",
+        description="Time full training steps with every backend and precision that is named: forward, backward, "
+        "clipping and AdamW, full activation checkpointing, FSDP2 and expert parallelism over the ranks that torchrun "
+        "started; one process works. Without a GPU the tiny model runs in seconds.",
     )
     add = made.add_argument
     default = " (default: %(default)s)"
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="layers of the model to train (default: as many as fit)")
     add("--sequence", type=int, help="tokens of a sequence, one for each rank (default: the model's own)")
     add("--backend", help=f"of {', '.join(BACKENDS)} (default: all but {_NOT_BY_DEFAULT})")
-    add("--precision", choices=PRECISIONS, default="bf16", help="of the experts" + default)
+    add("--precision", default="bf16", help=f"of the experts, of {', '.join(PRECISIONS)}" + default)
     add("--steps", type=int, default=20, help="of each backend" + default)
     add("--skip", type=int, default=5, help="first steps that do not count" + default)
     add("--ep-size", type=int, help="ranks that share the experts (default: all of one machine)")
@@ -98,11 +99,9 @@ def _run(words: argparse.Namespace, model: Model, context: Context, argv: list[s
     ep_size = words.ep_size or int(os.environ.get("LOCAL_WORLD_SIZE", context.num_ranks))
     meshes = make_meshes(context.device.type, ep_size)
     layers = words.layers or _layers(model, context, ep_size)
-    options = StepOptions(
-        model, layers, words.precision, words.steps, words.skip, ep_size, words.reserved_sms
-    )
     rows = []
-    for backend in _backends(words):
+    for precision, backend in itertools.product(_precisions(words), _backends(words)):
+        options = StepOptions(model, layers, precision, words.steps, words.skip, ep_size, words.reserved_sms)
         rows.append(measure_backend(options, backend, context, meshes))
         if context.rank == 0:
             print(_line(rows[-1]), file=sys.stderr, flush=True)
@@ -123,15 +122,24 @@ def _check(words: argparse.Namespace) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{name}: got {path}, wanted a path in a folder that exists")
     _backends(words)
+    _precisions(words)
 
 
 def _backends(words: argparse.Namespace) -> list[str]:
     if words.backend is None:
         return [name for name in BACKENDS if name != _NOT_BY_DEFAULT]
-    named = [word.strip() for word in words.backend.split(",") if word.strip()]
+    return _named("backend", words.backend, BACKENDS)
+
+
+def _precisions(words: argparse.Namespace) -> list[str]:
+    return _named("precision", words.precision, PRECISIONS)
+
+
+def _named(option: str, value: str, known: Sequence[str]) -> list[str]:
+    named = [word.strip() for word in value.split(",") if word.strip()]
     for name in named:
-        if name not in BACKENDS:
-            raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(BACKENDS)}")
+        if name not in known:
+            raise ValueError(f"{option}: got {name!r}, wanted one of {', '.join(known)}")
     return named
 
 

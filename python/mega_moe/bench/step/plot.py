@@ -1,4 +1,4 @@
-"""The step time of each backend as one picture: what is spent in MoE layers, and the rest."""
+"""The step time of each backend and precision as one picture: what is spent in MoE layers, and the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draw(result: StepResult, path: Path) -> None:
     if not rows:
         raise ValueError("plot: no backend was measured")
     figure, axes = pyplot.subplots(figsize=(7, 1.6 + 0.6 * len(rows)), layout="constrained")
-    names = [f"{row.backend}\n{row.tokens_per_s:.0f} tokens/s/GPU" for row in rows]
+    names = [f"{row.backend} {row.precision}\n{row.tokens_per_s:.0f} tokens/s/GPU" for row in rows]
     inside = [row.moe_seconds or 0.0 for row in rows]
     rest = [(row.seconds or 0.0) - moe for row, moe in zip(rows, inside)]
     axes.barh(names, inside, label="MoE layers", color="#3b6ea5")
