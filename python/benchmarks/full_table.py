@@ -8,8 +8,8 @@ import staleness
 from cells import heading, layer_name, line, number, place, short, way_name
 
 
-def section(result: Any, kernels: Any) -> str:
-    """Where and with what, its table, what was refused."""
+def section(result: Any, kernels: Any, which: str = "") -> str:
+    """Where and with what, its table, what was refused. ``which``: said behind the place."""
     where = result.environment
     head = (
         f"{where.date[:10]}, torch {where.torch}, driver {where.driver or 'unknown'}, "
@@ -17,7 +17,7 @@ def section(result: Any, kernels: Any) -> str:
         f"windows a figure: {windows(result)}."
     )
     rows, changed = table(result, kernels)
-    lines = [f"### {place(where)}", "", head, "", *rows]
+    lines = [f"### {place(where)}{which}", "", head, "", *rows]
     if changed:
         lines += ["", staleness.footnote(changed, kernels)]
     missing = absent(result)

@@ -4,9 +4,10 @@
     python python/benchmarks/report.py --check   exits 1 when one is not what it would write
 
 README gets a line for each layer, docs/benchmarks.md every row. The newest result of each device and number of ranks
-counts; those of `mega-moe bench step` lie in results/steps, and the newest of each model, device and number of ranks
-counts. A row is stale when a kernel that it launches has changed since it was measured: see staleness.py. Needs the
-standard library alone, for Python 3.10 tomli too, and matplotlib to draw.
+counts, and docs/benchmarks.md has what lies in results/more behind them; those of `mega-moe bench step` lie in
+results/steps, and the newest of each model, device and number of ranks counts. A row is stale when a kernel that it
+launches has changed since it was measured: see staleness.py. Needs the standard library alone, for Python 3.10 tomli
+too, and matplotlib to draw.
 """
 
 from __future__ import annotations
@@ -109,9 +110,10 @@ def report(results: list, kernels: Any, steps: Sequence = ()) -> str:
     return "\n\n".join(sections) or NONE_YET
 
 
-def full_report(results: list, kernels: Any) -> str:
-    """What stands between the markers of docs/benchmarks.md."""
+def full_report(results: list, kernels: Any, more: Sequence = ()) -> str:
+    """What stands between the markers of docs/benchmarks.md. ``more``: results that tell what the newest leave out."""
     sections = [full_table.section(result, kernels) + published(result, "\n\n") for result in results]
+    sections += [full_table.section(result, kernels, ", a run of its own") for result in more]
     return "\n\n".join([f"![TF/s of the layer by backend]({PLOT.name})", *sections]) if sections else NONE_YET
 
 
@@ -155,9 +157,11 @@ def with_report(document: str, text: str, name: Path) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def documents(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> dict[Path, tuple[str, str]]:
+def documents(
+    root: Path, results: list, kernels: Any, steps: Sequence = (), more: Sequence = ()
+) -> dict[Path, tuple[str, str]]:
     """What lies in each document and what should lie there."""
-    texts = {README: report(results, kernels, steps), FULL: full_report(results, kernels)}
+    texts = {README: report(results, kernels, steps), FULL: full_report(results, kernels, more)}
     found = {name: (root / name).read_text(encoding="utf-8") for name in texts}
     return {name: (found[name], with_report(found[name], text, name)) for name, text in texts.items()}
 
@@ -181,11 +185,11 @@ def stamp_of(png: Path) -> str | None:
     return None
 
 
-def faults(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> list[str]:
+def faults(root: Path, results: list, kernels: Any, steps: Sequence = (), more: Sequence = ()) -> list[str]:
     """What `--check` refuses: a document or a plot that does not come from the results."""
     found = [
         f"{name}: the benchmark table is not what results/ and kernels/ give"
-        for name, (present, wanted) in documents(root, results, kernels, steps).items()
+        for name, (present, wanted) in documents(root, results, kernels, steps, more).items()
         if present != wanted
     ]
     plot = root / PLOT
@@ -198,8 +202,8 @@ def faults(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> lis
     return found
 
 
-def write(root: Path, results: list, kernels: Any, steps: Sequence = ()) -> None:
-    for name, (_, wanted) in documents(root, results, kernels, steps).items():
+def write(root: Path, results: list, kernels: Any, steps: Sequence = (), more: Sequence = ()) -> None:
+    for name, (_, wanted) in documents(root, results, kernels, steps, more).items():
         (root / name).write_text(wanted, encoding="utf-8")
     plot = root / PLOT
     if results:
@@ -218,11 +222,12 @@ def main(argv: list[str], root: Path = ROOT) -> int:
     words = parser.parse_args(argv)
     results = newest(root / "python/benchmarks/results")
     steps = newest_steps(root / "python/benchmarks/results/steps")
+    more = [schema.read(path) for path in sorted((root / "python/benchmarks/results/more").glob("*.json"))]
     kernels = staleness.Kernels.of(root / "kernels")
     if not words.check:
-        write(root, results, kernels, steps)
+        write(root, results, kernels, steps, more)
         return 0
-    found = faults(root, results, kernels, steps)
+    found = faults(root, results, kernels, steps, more)
     for fault in found:
         print(f"{fault}; run: python python/benchmarks/report.py", file=sys.stderr)
     return 1 if found else 0

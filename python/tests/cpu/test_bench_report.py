@@ -88,6 +88,22 @@ def test_documents_and_plot_come_from_the_results(report: Any, project: Path) ->
     assert report.main(["--check"], project) == 0
 
 
+def test_more_results_stand_behind_the_newest(report: Any, project: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
+    put(project, "a.json", sample(**hashes(report, project)))
+    report.main([], project)
+    readme, text = ((project / name).read_text() for name in DOCUMENTS)
+    (project / "python/benchmarks/results/more").mkdir()
+    put(project, "more/b.json", sample(**hashes(report, project)))
+    assert report.main(["--check"], project) == 1
+    report.main([], project)
+    assert report.main(["--check"], project) == 0
+    other_readme, other = ((project / name).read_text() for name in DOCUMENTS)
+    assert other_readme == readme
+    (heading,) = [line for line in other.splitlines() if line.endswith(", a run of its own")]
+    assert heading.removesuffix(", a run of its own") in text.splitlines()
+
+
 def test_rows_are_stale_once_a_kernel_has_changed(report: Any, project: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
     put(project, "a.json", sample(**hashes(report, project)))
