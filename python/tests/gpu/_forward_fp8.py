@@ -1,7 +1,7 @@
 """How results of the forward in fp8 are judged: against fp64, and against an emulation that quantises where it does.
 
 The emulation is 5 to 7 % from fp64. It sums as the tensor core does and differs in the sigmoid alone, which kernels
-approximate. So an h is now and then rounded to the next code, and a row's largest one to the next scale factor.
+approximate. So now and then an h takes the neighbouring code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mega_moe._backends.facts import variants
 from ._emulated import emulated
 from ._forward import MANY, Exact, Layer, exact
 
-# Relative L2 of the kernel against the emulation, over a rank's tokens and over an expert's. One token of 64 with
-# another scale factor makes up to 2e-3.
+# Relative L2 of the kernel against the emulation, over a rank's tokens and over an expert's. One such
+# code in a token of 64 makes up to 2e-3.
 TOLERANCE = 3e-3
 # Error against fp64 as a share of the emulation's own.
 SHARE = 1.05

@@ -80,7 +80,7 @@ def one_expert(device: torch.device) -> Layer:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_what_the_forward_quantises(cuda_device: torch.device, power_of_two: bool) -> None:
-    """x bit for bit; h as the emulation but where another rounding of gate or up turns the largest of a group."""
+    """x bit for bit; scales of h as the emulation's, but for the last bits of a sigmoid."""
     layer = one_expert(cuda_device)
     ranks = new_ranks(cuda_device, layer, quantise=True, power_of_two=power_of_two)
     ranks.forward(layer)
