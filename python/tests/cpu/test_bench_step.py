@@ -89,6 +89,7 @@ def test_several_precisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("more", "told"),
     [
         (("--precision", "bf16,fp4"), "precision: got 'fp4', wanted one of bf16, fp8"),
+        (("--precision", ","), "precision: got ',', wanted one of bf16, fp8"),
         (("--model", "40B"), "model: got '40B', wanted one of tiny, 30B, 235B"),
         (("--backend", "fast"), "backend: got 'fast', wanted one of fused"),
         (("--skip", "3"), "skip: got 3, wanted 0 to 2"),

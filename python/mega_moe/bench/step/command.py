@@ -137,7 +137,7 @@ def _precisions(words: argparse.Namespace) -> list[str]:
 
 def _named(option: str, value: str, known: Sequence[str]) -> list[str]:
     named = [word.strip() for word in value.split(",") if word.strip()]
-    for name in named:
+    for name in named or [value]:
         if name not in known:
             raise ValueError(f"{option}: got {name!r}, wanted one of {', '.join(known)}")
     return named
