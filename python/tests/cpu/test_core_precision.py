@@ -46,13 +46,15 @@ def round_bf16(value: np.ndarray) -> np.ndarray:
     )
 
 
-def dequantised(block: np.ndarray, power_of_two: bool = False) -> np.ndarray:
+def dequantised(block: np.ndarray, power_of_two: bool = False, by_reciprocal: bool = False) -> np.ndarray:
     """A block with one scale, through e4m3 and back: what the product sees."""
     amax = np.abs(np.asarray(block, np.float32)).max()
     scale = np.float32(amax / np.float32(448)) or np.float32(1)
     if power_of_two:
         scale = np.float32(2.0 ** np.ceil(np.log2(float(scale))))
-    return round_e4m3((np.asarray(block, np.float32) / scale).astype(float)) * float(scale)
+    block = np.asarray(block, np.float32)
+    quotient = block * (np.float32(1) / scale) if by_reciprocal else block / scale
+    return round_e4m3(quotient.astype(float)) * float(scale)
 
 
 def through_rows(row: np.ndarray, power_of_two: bool = False) -> np.ndarray:
@@ -70,10 +72,10 @@ def through_weight(weight: np.ndarray, power_of_two: bool) -> np.ndarray:
     return out
 
 
-def through_blocks(rows: np.ndarray, power_of_two: bool = False) -> np.ndarray:
+def through_blocks(rows: np.ndarray, *how: bool) -> np.ndarray:
     """Rows of one block, 128 columns a scale."""
     starts = range(0, rows.shape[1], BLOCK)
-    return np.concatenate([dequantised(rows[:, at : at + BLOCK], power_of_two) for at in starts], 1)
+    return np.concatenate([dequantised(rows[:, at : at + BLOCK], *how) for at in starts], 1)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Emulation:
     dz_of_dw_rounded: bool = False
     scale_of_each_column: bool = True
     power_of_two_dw: bool = True  # as all else is
+    reciprocals_of_dw: bool = True
 
     def product(self, weight: np.ndarray, row: np.ndarray, fp8: bool) -> np.ndarray:
         """``weight [N, K]`` times ``row [K]``, in fp32."""
@@ -127,14 +130,15 @@ class Emulation:
         a, b = np.array(rows), np.array(columns)
         if not self.fp8_dw:
             return a.T @ b
-        total, power = np.zeros((a.shape[1], b.shape[1])), self.power_of_two and self.power_of_two_dw
+        total = np.zeros((a.shape[1], b.shape[1]))
+        how = self.power_of_two and self.power_of_two_dw, self.reciprocals_of_dw
         for start in range(0, len(a), BLOCK):
             left, right = a[start : start + BLOCK], b[start : start + BLOCK]
             if self.scale_of_each_column:
-                left = np.stack([dequantised(column, power) for column in left.T])
+                left = np.stack([dequantised(column, *how) for column in left.T])
             else:
-                left = through_blocks(left, power).T
-            total += left @ through_blocks(right, power)
+                left = through_blocks(left, *how).T
+            total += left @ through_blocks(right, *how)
         return total
 
     def layer(self, problem: Problem) -> Gradients:
@@ -256,6 +260,7 @@ def test_reference_is_the_emulation_with_power_of_two_scales(precision: str) -> 
         ("fp8, dW fp8", {"fp8_dw": False}, "dw_down"),
         ("fp8, dW fp8", {"dz_of_dw_rounded": True}, "dw_gate_up"),
         ("fp8, dW fp8", {"scale_of_each_column": False}, "dw_gate_up"),
+        ("fp8, dW fp8", {"reciprocals_of_dw": False}, "dw_down"),
         ("fp8_bwd, dW fp8", {"scale_of_each_column": False}, "dw_down"),
     ],
     ids=str,
