@@ -18,7 +18,7 @@ shapes = load(ROOT / "python/mega_moe/bench/shapes.py")
 MODELS = ("30B", "235B")
 TOKENS = (16384, 8192)
 SKEWS = (2.0, 4.0, 7.0)
-OF_NCCL = 16  # reserved SMs, as `mega-moe bench` measures them
+RESERVED_SMS = 16  # as `mega-moe bench` does, whose module for layers needs torch
 TEST_SCRIPTS = ("route_ranks.py", "fused_ranks.py", "late_ranks.py")
 BASELINE, FP8_PEER = "baseline_grouped.py", "peer_deep_gemm_fp8.py"
 
@@ -41,13 +41,8 @@ class Case:
     skew: float | None
     importance: int
     dw_precision: str = "bf16"
-    reserved_sms: tuple[int, ...] = (0,)
-    """Left to other work, each a row of its own, where a backend can leave some."""
-
-    @property
-    def reuse_weight_copies(self) -> bool:
-        """As all calls of a step but its first, where kernels read e4m3 copies."""
-        return self.precision != "bf16"
+    reserved_sms: int = 0
+    """Left to other work, where a backend can leave some."""
 
     @property
     def quick(self) -> bool:
@@ -59,9 +54,7 @@ class Case:
         skew = "" if self.skew is None else f", {self.skew:g}x to rank 0"
         ways = "+".join(self.directions)
         dw = "" if self.dw_precision == "bf16" else f" with dW {self.dw_precision}"
-        reserved = (
-            "" if self.reserved_sms == (0,) else f", SMs reserved {', '.join(map(str, self.reserved_sms))}"
-        )
+        reserved = f", {self.reserved_sms} SMs reserved" if self.reserved_sms else ""
         return f"{self.shape} T={self.tokens} {self.precision}{dw}{skew}{reserved}: {self.backend} {ways}"
 
     def seconds(self) -> float:
@@ -73,8 +66,7 @@ class Case:
         times["forward_backward"] = sum(times.values())
         total = _CASE_S
         for direction in self.directions:
-            rows = len(self.reserved_sms) if self.backend == "fused" else 1
-            total += rows * row_seconds(times[direction], quick=self.quick)
+            total += row_seconds(times[direction], quick=self.quick)
         return total
 
 
@@ -153,7 +145,7 @@ def _script(setting: Setting, name: str, *words: str) -> Part:
 
 
 def _suite(name: str, num_ranks: int, importance: int, *words: str) -> Part:
-    # What ci/test_wheel.sh does, on the wheel that is unpacked for all parts: it takes 9 s more to unpack it for each.
+    # As ci/test_wheel.sh, which would unpack the wheel anew for each part: it is unpacked once for all of them.
     suite = (sys.executable, "-m", "pytest", "-m", "multi_gpu", "-q", "-p", "no:cacheprovider")
     # The tests take as many GPUs as they see.
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -189,9 +181,8 @@ def cases(setting: Setting) -> list[Case]:
                 Case(model, tokens, "fp8", "fused", ("backward",), None, 3 + later, dw_precision="fp8"),
                 Case(model, tokens, "bf16", "deep_gemm", ways, None, 4 + later // 2),
             ]
-    reserved = (OF_NCCL,)
     found += [
-        Case(model, TOKENS[0], "bf16", "fused", ways, None, 6, reserved_sms=reserved) for model in MODELS
+        Case(model, TOKENS[0], "bf16", "fused", ways, None, 6, reserved_sms=RESERVED_SMS) for model in MODELS
     ]
     found += [Case(model, TOKENS[0], "bf16", "fused", both, None, 7) for model in MODELS]
     found += [Case(model, TOKENS[0], "bf16", "reference", ways, None, 8) for model in MODELS]

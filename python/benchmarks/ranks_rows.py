@@ -116,9 +116,10 @@ def _rows(
         (case["backend"],),
         tuple(case["directions"]),
         None,
-        reuse_weight_copies=case["reuse_weight_copies"],
+        # As all calls of a step but its first.
+        reuse_weight_copies=True,
         dw_precision=case["dw_precision"],
-        reserved_sms=tuple(case["reserved_sms"]),
+        reserved_sms=(case["reserved_sms"],),
     )
     yield from measure_layer(problem, options, protocols, timer, context, product_rates=rates)
 

@@ -124,13 +124,7 @@ class Run:
         job = self.setting.folder / "job.json"
         quick = self.setting.quick
         named = [
-            {
-                **dataclasses.asdict(case),
-                "name": case.name,
-                "seconds": case.seconds(),
-                "quick": case.quick,
-                "reuse_weight_copies": case.reuse_weight_copies,
-            }
+            {**dataclasses.asdict(case), "name": case.name, "seconds": case.seconds(), "quick": case.quick}
             for case in cases
         ]
         wheel = str(self.setting.wheel) if self.setting.wheel else None

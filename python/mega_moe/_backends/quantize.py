@@ -85,8 +85,9 @@ def gradient_product(
     """
     missing = -rows.shape[0] % SCALE_BLOCK
     left, right = (torch.nn.functional.pad(v, (0, 0, 0, missing)).T.contiguous() for v in (rows, columns))
-    operands = quantize_rows(left, power_of_two, True), quantize_weight(right, power_of_two, True)
-    return scaled_product(*operands, block_product)
+    a = quantize_rows(left, power_of_two, by_reciprocal=True)
+    b = quantize_weight(right, power_of_two, by_reciprocal=True)
+    return scaled_product(a, b, block_product)
 
 
 def scaled_product(
@@ -103,7 +104,7 @@ def scaled_product(
     for block in range(a_codes.shape[1] // SCALE_BLOCK):
         columns = slice(block * SCALE_BLOCK, (block + 1) * SCALE_BLOCK)
         partial = block_product(a_codes[:, columns], b_codes[:, columns])
-        # fp64 holds the product of two fp32 numbers.
+        # fp64 holds the product of two fp32 numbers, and rounds its sum with a third far below what fp32 keeps.
         scale = (a_scale[:, block, None] * per_column[None, :, block]).double()
         total = (scale * partial.double() + total.double()).float()
     return total

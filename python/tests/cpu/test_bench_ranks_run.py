@@ -229,6 +229,36 @@ def test_peers_stand_in_the_same_result(modules: Any, measuring: Any) -> None:
     assert peers[2].outcome.reasons == ("no end within 90 s",)
 
 
+def test_layers_and_the_peer_find_what_others_bring_and_tests_do_not(
+    modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, process, run = modules
+    peers = tmp_path / "peers"
+    peers.mkdir()
+    (peers / "other.whl").touch()
+    setting = plan.Setting(2, "cuda", tmp_path / "a.whl", peers, tiny=False, quick=True, folder=tmp_path)
+    made = run.Run(setting, tmp_path / "out", 600.0, [])
+    made._env["PYTHONPATH"] = "ours"
+    monkeypatch.setattr(made, "_installed", lambda name, wheels: f"{name}: {[w.name for w in wheels]}")
+    seen = {}
+
+    def ended(name: str, command: Any, limit_s: float, env: dict[str, str], stalled: Any = None) -> Any:
+        made._log_of(name).touch()
+        seen[name] = env.get("PYTHONPATH")
+        return process.Ended(0, 1.0, None)
+
+    monkeypatch.setattr(made, "_run", ended)
+    made._measuring([case(modules, "fused")], 1e12, 60.0)
+    made._program(plan.Part("peer: FP8 peer", 2, 1, 60, ("python", plan.FP8_PEER), {"TOK": "16384"}))
+    made._program(plan.Part("tests: route", 1, 1, 60, ("python", "-m", "pytest")))
+    theirs = "peer: ['other.whl']"
+    assert seen == {
+        "ceilings and layers": f"ours:{theirs}",
+        "peer: FP8 peer": theirs,
+        "tests: route": None,
+    }
+
+
 @pytest.mark.slow
 def test_the_measuring_program_itself_over_two_ranks(modules: Any, tmp_path: Path) -> None:
     plan, _, run = modules

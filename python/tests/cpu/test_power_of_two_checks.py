@@ -37,11 +37,11 @@ def forget(patch: pytest.MonkeyPatch, operand: int | str) -> None:
     names = ("quantize_rows", "quantize_weight", "gradient_product")
     whole: dict[str, Any] = {name: getattr(quantize, name) for name in names}
 
-    def rows(value: Tensor, power_of_two: bool = False, *how: Any) -> Any:
-        return whole["quantize_rows"](value, power_of_two and value.shape[1] != operand, *how)
+    def rows(value: Tensor, power_of_two: bool = False, **how: Any) -> Any:
+        return whole["quantize_rows"](value, power_of_two and value.shape[1] != operand, **how)
 
-    def weight(value: Tensor, power_of_two: bool = False, *how: Any) -> Any:
-        return whole["quantize_weight"](value, power_of_two and operand != "weights", *how)
+    def weight(value: Tensor, power_of_two: bool = False, **how: Any) -> Any:
+        return whole["quantize_weight"](value, power_of_two and operand != "weights", **how)
 
     def product(left: Tensor, right: Tensor, power_of_two: bool = False, *how: Any) -> Any:
         return whole["gradient_product"](left, right, power_of_two and operand != "gradients", *how)
