@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,19 @@ def test_public_names(report: dict[str, Any]) -> None:
 
 
 def test_import_costs_below_50_ms(tmp_path: Path) -> None:
-    done = python(f"PREFIX = {str(tmp_path)!r}\n{COST}")
-    assert done.returncode == 0, done.stderr
-    _, *costs = map(float, done.stdout.split())
-    assert len(costs) == 9
-    # Processor time, and the least of it: what else runs on the machine adds to a cost and never takes away.
-    assert min(costs) < 50, costs
+    # Processor time, and the least of it: what else runs on the machine adds to a cost and never takes away. A shared
+    # host may be slow for longer than ten imports take, so there are several tries.
+    costs: list[float] = []
+    for _ in range(5):
+        done = python(f"PREFIX = {str(tmp_path)!r}\n{COST}")
+        assert done.returncode == 0, done.stderr
+        _, *more = map(float, done.stdout.split())
+        assert len(more) == 9
+        costs += more
+        if min(costs) < 50:
+            return
+        time.sleep(5)
+    raise AssertionError(costs)
 
 
 def test_the_measurements_of_an_import_can_fail(tmp_path: Path) -> None:
