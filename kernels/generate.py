@@ -24,7 +24,7 @@ Variant = dict[str, Any]
 COMMON_KEYS = {"name": str, "op": str, "architecture": str, "precision": str, "spill_bytes": int}
 OP_KEYS = {
     "stage": {"hidden_multiple": int, "threads": int, "vectors_per_thread": int, "blocks_per_sm": int},
-    "quantise_weights": {"hidden_multiple": int, "threads": int, "blocks_per_sm": int},
+    "quantize_weights": {"hidden_multiple": int, "threads": int, "blocks_per_sm": int},
     "route": {"threads": int},
     "clock_probe": {"threads": int},
 } | {
@@ -40,7 +40,7 @@ OP_KEYS = {
 PRECISIONS = {"bf16": "kBf16", "fp8": "kFp8", "none": "kNone"}
 OPS = {
     "stage": "kStage",
-    "quantise_weights": "kQuantiseWeights",
+    "quantize_weights": "kQuantizeWeights",
     "route": "kRoute",
     "forward": "kForward",
     "forward_saving": "kForwardSaving",
@@ -63,17 +63,17 @@ const void* kernel_{name}() {{ return reinterpret_cast<const void*>(&device::{ke
 
 
 def stage_instance(variant: Variant) -> str:
-    quantise = "true" if variant["precision"] == "fp8" else "false"
-    config = f"{quantise}, {variant['threads']}, {variant['vectors_per_thread']}, {variant['blocks_per_sm']}"
+    quantize = "true" if variant["precision"] == "fp8" else "false"
+    config = f"{quantize}, {variant['threads']}, {variant['vectors_per_thread']}, {variant['blocks_per_sm']}"
     return INSTANCE.format(
         header="sm90_stage.cuh", name=variant["name"], kernel=f"sm90_stage<device::StageConfig<{config}>>"
     )
 
 
-def quantise_weights_instance(variant: Variant) -> str:
+def quantize_weights_instance(variant: Variant) -> str:
     config = f"{variant['threads']}, {variant['blocks_per_sm']}"
     return INSTANCE.format(
-        header="sm90_quantise_weights.cuh", name=variant["name"], kernel=f"sm90_quantise_weights<{config}>"
+        header="sm90_quantize_weights.cuh", name=variant["name"], kernel=f"sm90_quantize_weights<{config}>"
     )
 
 
@@ -89,9 +89,9 @@ def layer_instance(variant: Variant) -> str:
     trace, saves = ("true" if form in forms else "false" for forms in (("trace",), ("trace", "saving")))
     precision = variant["precision"]
     if form == "gradients":
-        config = f"QuantisedGradientsConfig<{variant['stages']}, {trace}>"
+        config = f"QuantizedGradientsConfig<{variant['stages']}, {trace}>"
     elif precision == "fp8":
-        config = f"Quantised{direction.capitalize()}Config<{variant['stages']}, {trace}>"
+        config = f"Quantized{direction.capitalize()}Config<{variant['stages']}, {trace}>"
     else:
         config = f"{direction.capitalize()}Config<{variant['stages']}, {trace}, {saves}>"
     return INSTANCE.format(
@@ -107,7 +107,7 @@ def clock_probe_instance(variant: Variant) -> str:
 
 INSTANCES: dict[str, Callable[[Variant], str]] = {
     "stage": stage_instance,
-    "quantise_weights": quantise_weights_instance,
+    "quantize_weights": quantize_weights_instance,
     "route": route_instance,
     "forward": layer_instance,
     "forward_saving": layer_instance,

@@ -96,7 +96,7 @@ def test_what_changes_no_code(kernels: Path, apply: Callable[[Path], None]) -> N
     [
         (
             edit("layout/staging.h", "kQuantGroup = 128", "kQuantGroup = 64"),
-            {*BEFORE} - {"sm90_clock_probe", "sm90_fp8_quantise_weights"},
+            {*BEFORE} - {"sm90_clock_probe", "sm90_fp8_quantize_weights"},
         ),
         (add("device/role/route_count.cuh", "constexpr int kNew = 1;\n"), LAYER | {"sm90_route"}),
         (add("device/epilogue/swiglu_backward.cuh", "constexpr int kNew = 1;\n"), BACKWARD),

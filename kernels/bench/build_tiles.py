@@ -16,7 +16,7 @@ from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent.parent
 
-# (threads, vectors per thread, blocks per SM): of the copying form, and of the quantising form, whose warps hold four.
+# (threads, vectors per thread, blocks per SM): of the copying form, and of the quantizing form, whose warps hold four.
 TILES = [
     ((256, 4, 8), (256, 4, 5)),
     ((128, 4, 16), (128, 4, 10)),
@@ -51,8 +51,8 @@ def main(out: Path) -> int:
         source = shutil.copytree(KERNELS, Path(folder) / "kernels", ignore=shutil.ignore_patterns("build"))
         variants = (source / "variants.toml").read_text()
         build = Path(folder) / "build"
-        for copying, quantising in TILES:
-            tiles = {"sm90_bf16_stage": copying, "sm90_fp8_stage": quantising}
+        for copying, quantizing in TILES:
+            tiles = {"sm90_bf16_stage": copying, "sm90_fp8_stage": quantizing}
             (source / "variants.toml").write_text(with_tiles(variants, tiles))
             configure = [
                 "cmake",
@@ -66,7 +66,7 @@ def main(out: Path) -> int:
             ]
             subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
             subprocess.run(["cmake", "--build", build, "--target", "mega_moe_ops"], check=True)
-            shutil.copy(build / "mega_moe_ops.so", out / f"{label(copying)}_{label(quantising)}.so")
+            shutil.copy(build / "mega_moe_ops.so", out / f"{label(copying)}_{label(quantizing)}.so")
     return 0
 
 

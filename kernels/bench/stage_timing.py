@@ -76,10 +76,10 @@ def copy_calls(nbytes: int, sets: int) -> list[Callable[[], None]]:
 class Staging:
     """Rotating input sets and buffers for one shape and form."""
 
-    def __init__(self, ops: Any, tokens: int, hidden: int, quantise: bool) -> None:
-        layout = ops.staging_layout(tokens, TOP_K, hidden, quantise)
+    def __init__(self, ops: Any, tokens: int, hidden: int, quantize: bool) -> None:
+        layout = ops.staging_layout(tokens, TOP_K, hidden, quantize)
         elements, slots = tokens * hidden, tokens * TOP_K
-        written = elements + elements // 128 * 4 if quantise else 2 * elements
+        written = elements + elements // 128 * 4 if quantize else 2 * elements
         self.nbytes = 2 * elements + written + slots * (8 + 4 + 2 + 4)
         cache = torch.cuda.get_device_properties(0).L2_cache_size
         self.sets = max(3, -(-4 * cache // self.nbytes))
@@ -92,16 +92,16 @@ class Staging:
             buffer = torch.full((layout[-1],), 0xFF, dtype=torch.uint8, device="cuda")
             buffer[layout[4] :].zero_()
             self.buffers.append((x, buffer))
-            arguments = (x, ids, weights, buffer.data_ptr(), layout[-1], tokens, NUM_EXPERTS, quantise)
+            arguments = (x, ids, weights, buffer.data_ptr(), layout[-1], tokens, NUM_EXPERTS, quantize)
             self.calls.append(lambda arguments=arguments: ops.stage(*arguments))
-        self.codes = slice(0, written - elements // 32 if quantise else written)
-        self.quantise = quantise
+        self.codes = slice(0, written - elements // 32 if quantize else written)
+        self.quantize = quantize
 
     def check(self) -> None:
         """Every buffer holds its x: equal bytes, or codes whose groups reach the largest code and no NaN."""
         for x, buffer in self.buffers:
             staged = buffer[self.codes]
-            if self.quantise:
+            if self.quantize:
                 largest = (staged.view(-1, 128) & 0x7F).amax(1)
                 assert bool((largest == 0x7E).all()), "a group does not reach 448"
             else:
@@ -115,15 +115,15 @@ def measure(library: Path, tokens: int, hidden: list[int]) -> list[dict[str, Any
     for graph in (False, True):
         ceiling = 2 * LARGE_BYTES / burst_us(copy_calls(2 * LARGE_BYTES, 1), graph=graph) / 1e3
         for width in hidden:
-            for quantise in (False, True):
-                staging = Staging(ops, tokens, width, quantise)
+            for quantize in (False, True):
+                staging = Staging(ops, tokens, width, quantize)
                 stage = burst_us(staging.calls, graph=graph)
                 staging.check()
                 copy = burst_us(copy_calls(staging.nbytes, staging.sets), graph=graph)
                 rows.append(
                     {
                         "library": str(library),
-                        "form": "fp8" if quantise else "bf16",
+                        "form": "fp8" if quantize else "bf16",
                         "tokens": tokens,
                         "hidden": width,
                         "protocol": "graph" if graph else "burst",

@@ -9,7 +9,7 @@
 namespace mega_moe::binding {
 namespace {
 
-// Both operators' arguments. The quantised one reads copies of the weights, and saved gate and up never.
+// Both operators' arguments. The quantized one reads copies of the weights, and saved gate and up never.
 struct BackwardArguments {
     const Tensor& x;
     const Tensor& dy;
@@ -32,8 +32,8 @@ struct BackwardArguments {
     int64_t num_experts;
     int64_t pool_rows;
     bool canaries;
-    bool quantised_forward;
-    bool quantised_gradients;
+    bool quantized_forward;
+    bool quantized_gradients;
     double clamp;
     bool power_of_two;
     bool accumulate;
@@ -41,27 +41,27 @@ struct BackwardArguments {
     int64_t trace;
     int64_t trace_bytes;
 
-    bool quantised() const { return w_gate_up_t != nullptr; }
+    bool quantized() const { return w_gate_up_t != nullptr; }
 };
 
 RouteShape checked_backward_shape(const Checker& check, const BackwardArguments& a) {
     check.dims("x", a.x, 2);
     check.dims("topk_idx", a.topk_idx, 2);
-    const Tensor& down = a.quantised() ? *a.w_down_t : *a.w_down;
-    check.dims(a.quantised() ? "w_down_t" : "w_down", down, 3);
+    const Tensor& down = a.quantized() ? *a.w_down_t : *a.w_down;
+    check.dims(a.quantized() ? "w_down_t" : "w_down", down, 3);
     const int64_t hidden = a.x.size(1);
-    const int64_t intermediate = down.size(a.quantised() ? 1 : 2);
+    const int64_t intermediate = down.size(a.quantized() ? 1 : 2);
     check.range("intermediate", intermediate, 1, INT64_MAX);
     check.multiple("hidden", hidden, 256);
     check.multiple("intermediate", intermediate, 128);
     const RouteShape shape = checked_shape(check, a.max_tokens, a.topk_idx.size(1), a.num_experts, hidden,
                                            intermediate, static_cast<int64_t>(a.rank.buffers.size()),
-                                           a.pool_rows, a.quantised_forward, true, a.canaries,
-                                           a.quantised_gradients ? 3
-                                           : a.quantised()       ? 2
+                                           a.pool_rows, a.quantized_forward, true, a.canaries,
+                                           a.quantized_gradients ? 3
+                                           : a.quantized()       ? 2
                                                                  : 1);
     // A tile's scale factors are one run.
-    if (a.quantised()) check.multiple("pool_rows", shape.pool_rows, 128);
+    if (a.quantized()) check.multiple("pool_rows", shape.pool_rows, 128);
     return shape;
 }
 
@@ -69,9 +69,9 @@ void check_weights(const Checker& check, const BackwardArguments& a, const Route
     const int64_t num_local = shape.num_experts / shape.num_ranks;
     const int64_t hidden = shape.hidden;
     const int64_t inner = shape.intermediate;
-    const ScalarType type = a.quantised() ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16;
+    const ScalarType type = a.quantized() ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16;
     check_operand(check, "w_gate_up", a.w_gate_up, {type}, {num_local, 2 * inner, hidden});
-    if (!a.quantised()) {
+    if (!a.quantized()) {
         check_operand(check, "w_down", *a.w_down, {type}, {num_local, hidden, inner});
         return;
     }
@@ -106,7 +106,7 @@ void backward(const Checker& check, const BackwardArguments& a) {
     check_operand(check, "dy", a.dy, {ScalarType::BFloat16}, {num_tokens, shape.hidden});
     check_weights(check, a, shape);
     const int64_t saved_rows =
-        a.quantised() ? 0 : checked_saved_rows(check, *a.saved_gate_up, shape.intermediate);
+        a.quantized() ? 0 : checked_saved_rows(check, *a.saved_gate_up, shape.intermediate);
     check_results(check, a, shape);
     if (!(a.clamp > 0)) check.fail("clamp is " + std::to_string(a.clamp) + ", must be above 0");
     check.range("delay_seed", a.delay_seed, 0, UINT32_MAX);
@@ -126,7 +126,7 @@ void backward(const Checker& check, const BackwardArguments& a) {
     problem.x = input("x", a.x);
     problem.dy = input("dy", a.dy);
     problem.w_gate_up = input("w_gate_up", a.w_gate_up);
-    if (a.quantised()) {
+    if (a.quantized()) {
         problem.w_gate_up_transposed = input("w_gate_up_t", *a.w_gate_up_t);
         problem.w_down_transposed = input("w_down_t", *a.w_down_t);
         problem.gate_up_scales = static_cast<const float*>(input("gate_up_sf", *a.gate_up_sf));
@@ -201,8 +201,8 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
                       const Tensor& w_down_t, const Tensor& down_sf, const Tensor& dx, const Tensor& dtopk,
                       const Tensor& dw_gate_up, const Tensor& dw_down, const Tensor& summary,
                       std::vector<int64_t> buffers, int64_t workspace, int64_t record, int64_t max_tokens,
-                      int64_t num_experts, int64_t pool_rows, bool canaries, bool quantise,
-                      bool quantise_gradients, int64_t rank, int64_t num_sms, int64_t arrival_ns,
+                      int64_t num_experts, int64_t pool_rows, bool canaries, bool quantize,
+                      bool quantize_gradients, int64_t rank, int64_t num_sms, int64_t arrival_ns,
                       int64_t progress_ns, double clamp, bool power_of_two, bool accumulate,
                       int64_t delay_seed, int64_t trace, int64_t trace_bytes) {
     backward(Checker("moe_backward_fp8"),
@@ -227,8 +227,8 @@ void moe_backward_fp8(const Tensor& x, const Tensor& dy, const Tensor& topk_idx,
               num_experts,
               pool_rows,
               canaries,
-              quantise,
-              quantise_gradients,
+              quantize,
+              quantize_gradients,
               clamp,
               power_of_two,
               accumulate,

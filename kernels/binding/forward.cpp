@@ -9,7 +9,7 @@
 namespace mega_moe::binding {
 namespace {
 
-// Both operators' arguments. Weights of the quantised one have scale factors, and it saves nothing.
+// Both operators' arguments. Weights of the quantized one have scale factors, and it saves nothing.
 struct ForwardArguments {
     const Tensor& x;
     const Tensor& topk_idx;
@@ -33,7 +33,7 @@ struct ForwardArguments {
     int64_t trace;
     int64_t trace_bytes;
 
-    bool quantised() const { return gate_up_scales != nullptr; }
+    bool quantized() const { return gate_up_scales != nullptr; }
 };
 
 RouteShape checked_forward_shape(const Checker& check, const ForwardArguments& a) {
@@ -43,13 +43,13 @@ RouteShape checked_forward_shape(const Checker& check, const ForwardArguments& a
     const int64_t hidden = a.x.size(1);
     const int64_t intermediate = a.w_down.size(2);
     check.range("intermediate", intermediate, 1, INT64_MAX);
-    check.multiple("hidden", hidden, a.quantised() ? 512 : 256);
+    check.multiple("hidden", hidden, a.quantized() ? 512 : 256);
     check.multiple("intermediate", intermediate, 128);
     const RouteShape shape = checked_shape(check, a.max_tokens, a.topk_idx.size(1), a.num_experts, hidden,
                                            intermediate, static_cast<int64_t>(a.rank.buffers.size()),
-                                           a.pool_rows, a.quantised(), true, a.canaries, a.backward);
+                                           a.pool_rows, a.quantized(), true, a.canaries, a.backward);
     // A tile's scale factors of h are one run.
-    if (a.quantised()) check.multiple("pool_rows", shape.pool_rows, 128);
+    if (a.quantized()) check.multiple("pool_rows", shape.pool_rows, 128);
     return shape;
 }
 
@@ -57,10 +57,10 @@ void check_weights(const Checker& check, const ForwardArguments& a, const RouteS
     const int64_t num_local = shape.num_experts / shape.num_ranks;
     const int64_t hidden = shape.hidden;
     const int64_t intermediate = shape.intermediate;
-    const ScalarType type = a.quantised() ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16;
+    const ScalarType type = a.quantized() ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16;
     check_operand(check, "w_gate_up", a.w_gate_up, {type}, {num_local, 2 * intermediate, hidden});
     check_operand(check, "w_down", a.w_down, {type}, {num_local, hidden, intermediate});
-    if (!a.quantised()) return;
+    if (!a.quantized()) return;
     check_operand(check, "gate_up_sf", *a.gate_up_scales, {ScalarType::Float},
                   {num_local, 2 * intermediate / 128, hidden / 128});
     check_operand(check, "down_sf", *a.down_scales, {ScalarType::Float},
@@ -70,7 +70,7 @@ void check_weights(const Checker& check, const ForwardArguments& a, const RouteS
 void forward(const Checker& check, const ForwardArguments& a) {
     const RouteShape shape = checked_forward_shape(check, a);
     const int64_t num_tokens = a.topk_idx.size(0);
-    if (a.quantised())
+    if (a.quantized())
         check_operand(check, "x", a.x, {ScalarType::BFloat16, ScalarType::Float8_e4m3fn},
                       {num_tokens, shape.hidden});
     else
@@ -78,7 +78,7 @@ void forward(const Checker& check, const ForwardArguments& a) {
     check_weights(check, a, shape);
     check_operand(check, "y", a.y, {ScalarType::BFloat16}, {num_tokens, shape.hidden});
     const int64_t saved_rows =
-        a.quantised() ? 0 : checked_saved_rows(check, *a.saved_gate_up, shape.intermediate);
+        a.quantized() ? 0 : checked_saved_rows(check, *a.saved_gate_up, shape.intermediate);
     if (!(a.clamp > 0)) check.fail("clamp is " + std::to_string(a.clamp) + ", must be above 0");
     check.range("delay_seed", a.delay_seed, 0, UINT32_MAX);
     check.range("trace_bytes", a.trace_bytes, 0, INT64_MAX);
@@ -93,7 +93,7 @@ void forward(const Checker& check, const ForwardArguments& a) {
     problem.x_is_e4m3 = a.x.scalar_type() == ScalarType::Float8_e4m3fn;
     problem.w_gate_up = a.w_gate_up.const_data_ptr();
     problem.w_down = a.w_down.const_data_ptr();
-    if (a.quantised()) {
+    if (a.quantized()) {
         check.same_device("gate_up_sf", *a.gate_up_scales, a.topk_idx);
         check.same_device("down_sf", *a.down_scales, a.topk_idx);
         problem.gate_up_scales = static_cast<const float*>(a.gate_up_scales->const_data_ptr());

@@ -12,14 +12,14 @@ std::string build_info() {
 }  // namespace mega_moe::binding
 
 STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
-    m.def("staging_layout(int max_tokens, int top_k, int hidden, bool quantise) -> int[]");
+    m.def("staging_layout(int max_tokens, int top_k, int hidden, bool quantize) -> int[]");
     m.def(
         "stage(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int buffer_bytes, int max_tokens, "
-        "int num_experts, bool quantise, bool power_of_two) -> ()");
+        "int num_experts, bool quantize, bool power_of_two) -> ()");
     // e4m3 copies of a bf16 weight [E, N, K], scaled per 128 x 128 block. A copy that nobody wants is an
     // empty tensor of one dimension.
     m.def(
-        "quantise_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) codes_transposed, Tensor(c!) scales, "
+        "quantize_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) codes_transposed, Tensor(c!) scales, "
         "bool power_of_two) -> ()");
     // What the memory of the routing tables depends on; pool_rows 0 is the largest useful pool, one chunk for
     // any routing. backward: 0 without what the backward needs besides, 1 with it, 2 with what it needs in
@@ -27,17 +27,17 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "symmetric_layout(int max_tokens, int top_k, int num_experts, int hidden, int intermediate, int "
         "num_ranks, int pool_rows, "
-        "bool quantise, bool home, bool canaries, int backward) -> int[]");
+        "bool quantize, bool home, bool canaries, int backward) -> int[]");
     m.def(
         "workspace_layout(int max_tokens, int top_k, int num_experts, int hidden, int intermediate, int "
         "num_ranks, int pool_rows, "
-        "bool quantise, bool home, bool canaries, int backward) -> int[]");
+        "bool quantize, bool home, bool canaries, int backward) -> int[]");
     m.def("symmetric_parts() -> str");
     m.def("workspace_parts() -> str");
     m.def(
         "route(Tensor topk_idx, Tensor topk_weights, Tensor(a!) summary, int[] buffers, int workspace, int "
         "record, "
-        "int max_tokens, int num_experts, int hidden, int intermediate, int pool_rows, bool quantise, bool "
+        "int max_tokens, int num_experts, int hidden, int intermediate, int pool_rows, bool quantize, bool "
         "home, "
         "bool "
         "canaries, int backward, int rank, "
@@ -53,9 +53,9 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "int num_experts, int pool_rows, bool canaries, int backward, int rank, int num_sms, int "
         "arrival_ns, "
         "int progress_ns, float clamp, int delay_seed, int trace, int trace_bytes) -> ()");
-    // The same in e4m3: weights with an fp32 scale factor for each 128 x 128 of them, x quantised by the
+    // The same in e4m3: weights with an fp32 scale factor for each 128 x 128 of them, x quantized by the
     // kernel, or e4m3 and then where the buffer stages it, beside its scale factors. power_of_two: what the
-    // kernel quantises has scale factors rounded up to one. The shape of the buffer has `quantise`.
+    // kernel quantizes has scale factors rounded up to one. The shape of the buffer has `quantize`.
     m.def(
         "moe_forward_fp8(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor "
         "gate_up_sf, "
@@ -77,14 +77,14 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "int delay_seed, int trace, int trace_bytes) -> ()");
     // The same with gate and up, the gradient of h and dx in e4m3: of w_gate_up both copies, of w_down the
     // transposed one, and their scale factors. Weight gradients are of bf16 all the same, unless
-    // quantise_gradients. quantise: of the forward, by which the shape of the buffer differs.
+    // quantize_gradients. quantize: of the forward, by which the shape of the buffer differs.
     m.def(
         "moe_backward_fp8(Tensor x, Tensor dy, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, "
         "Tensor "
         "w_gate_up_t, Tensor gate_up_sf, Tensor w_down_t, Tensor down_sf, Tensor(a!) dx, Tensor(b!) dtopk, "
         "Tensor(c!) dw_gate_up, Tensor(d!) dw_down, Tensor(e!) summary, int[] buffers, int workspace, int "
-        "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool quantise, bool "
-        "quantise_gradients, int rank, int num_sms, int arrival_ns, int progress_ns, float clamp, bool "
+        "record, int max_tokens, int num_experts, int pool_rows, bool canaries, bool quantize, bool "
+        "quantize_gradients, int rank, int num_sms, int arrival_ns, int progress_ns, float clamp, bool "
         "power_of_two, bool accumulate, int delay_seed, int trace, int trace_bytes) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");
@@ -101,7 +101,7 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
-    m.impl("quantise_weights", TORCH_BOX(&mega_moe::binding::quantise_weights));
+    m.impl("quantize_weights", TORCH_BOX(&mega_moe::binding::quantize_weights));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
     m.impl("moe_forward_fp8", TORCH_BOX(&mega_moe::binding::moe_forward_fp8));
@@ -114,7 +114,7 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
 // backends.
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CPU, m) {
     m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
-    m.impl("quantise_weights", TORCH_BOX(&mega_moe::binding::quantise_weights));
+    m.impl("quantize_weights", TORCH_BOX(&mega_moe::binding::quantize_weights));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
     m.impl("moe_forward_fp8", TORCH_BOX(&mega_moe::binding::moe_forward_fp8));

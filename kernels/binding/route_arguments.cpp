@@ -6,12 +6,12 @@ namespace mega_moe::binding {
 
 RouteShape checked_shape(const Checker& check, int64_t max_tokens, int64_t top_k, int64_t num_experts,
                          int64_t hidden, int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
-                         bool quantise, bool home, bool canaries, int64_t backward) {
+                         bool quantize, bool home, bool canaries, int64_t backward) {
     check.range("max_tokens", max_tokens, 1, kMaxTokensPerRank);
     check.range("top_k", top_k, 1, kMaxTopK);
     check.range("num_experts", num_experts, 1, kMaxExperts);
     check.range("hidden", hidden, 1, kMaxHidden);
-    check.multiple(quantise ? "hidden (quantised)" : "hidden", hidden, quantise ? 128 : 8);
+    check.multiple(quantize ? "hidden (quantized)" : "hidden", hidden, quantize ? 128 : 8);
     check.range("intermediate", intermediate, 0, kMaxIntermediate);
     check.range("num_ranks", num_ranks, 1, kMaxRanks);
     check.multiple("num_experts", num_experts, num_ranks);
@@ -19,7 +19,7 @@ RouteShape checked_shape(const Checker& check, int64_t max_tokens, int64_t top_k
     if (backward > 0) check.multiple("intermediate (backward)", intermediate, 128);
     if (backward > 0) check.multiple("hidden (backward)", hidden, 256);
     RouteShape shape{max_tokens, top_k, num_experts, hidden,       intermediate,  num_ranks,    pool_rows,
-                     quantise,   home,  canaries,    backward > 0, backward >= 2, backward == 3};
+                     quantize,   home,  canaries,    backward > 0, backward >= 2, backward == 3};
     const int64_t largest = largest_pool_rows(shape);
     if (pool_rows == 0) shape.pool_rows = largest;
     check.range("pool_rows", shape.pool_rows, smallest_pool_rows(shape), largest);

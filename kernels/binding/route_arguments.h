@@ -10,7 +10,7 @@ namespace mega_moe::binding {
 // With pool_rows 0 replaced by the largest useful pool. `backward`: 0 without it, 1 in bf16, 2 in fp8.
 RouteShape checked_shape(const Checker& check, int64_t max_tokens, int64_t top_k, int64_t num_experts,
                          int64_t hidden, int64_t intermediate, int64_t num_ranks, int64_t pool_rows,
-                         bool quantise, bool home, bool canaries, int64_t backward);
+                         bool quantize, bool home, bool canaries, int64_t backward);
 
 // The numbers beside the tensors.
 struct RankArguments {

@@ -8,23 +8,23 @@
 namespace mega_moe::binding {
 namespace {
 
-void check_extents(const Checker& check, int64_t max_tokens, int64_t top_k, int64_t hidden, bool quantise) {
+void check_extents(const Checker& check, int64_t max_tokens, int64_t top_k, int64_t hidden, bool quantize) {
     check.range("max_tokens", max_tokens, 1, kMaxTokensPerRank);
     check.range("top_k", top_k, 1, kMaxTopK);
     check.range("hidden", hidden, 1, kMaxHidden);
-    check.multiple(quantise ? "hidden (quantised)" : "hidden", hidden, quantise ? 128 : 8);
+    check.multiple(quantize ? "hidden (quantized)" : "hidden", hidden, quantize ? 128 : 8);
 }
 
 }  // namespace
 
-std::vector<int64_t> staging_layout(int64_t max_tokens, int64_t top_k, int64_t hidden, bool quantise) {
-    check_extents(Checker("staging_layout"), max_tokens, top_k, hidden, quantise);
-    const StagingOffsets offsets = staging_offsets(max_tokens, top_k, hidden, quantise);
+std::vector<int64_t> staging_layout(int64_t max_tokens, int64_t top_k, int64_t hidden, bool quantize) {
+    check_extents(Checker("staging_layout"), max_tokens, top_k, hidden, quantize);
+    const StagingOffsets offsets = staging_offsets(max_tokens, top_k, hidden, quantize);
     return {offsets.x, offsets.x_sf, offsets.topk_idx, offsets.topk_weights, offsets.error, offsets.total};
 }
 
 void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, int64_t buffer,
-           int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantise, bool power_of_two) {
+           int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantize, bool power_of_two) {
     const Checker check("stage");
     check.dims("x", x, 2);
     check.dtype("x", x, {ScalarType::BFloat16});
@@ -36,11 +36,11 @@ void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, 
     check.dtype("topk_weights", topk_weights, {ScalarType::Float, ScalarType::BFloat16});
     check.size("topk_weights", topk_weights, 0, num_tokens);
     check.size("topk_weights", topk_weights, 1, topk_idx.size(1));
-    check_extents(check, max_tokens, topk_idx.size(1), x.size(1), quantise);
+    check_extents(check, max_tokens, topk_idx.size(1), x.size(1), quantize);
     check.range("number of tokens", num_tokens, 0, max_tokens);
     check.range("num_experts", num_experts, 1, kMaxExperts);
-    if (power_of_two && !quantise) check.fail("power_of_two is true, must be false without quantise");
-    const int64_t needed = staging_offsets(max_tokens, topk_idx.size(1), x.size(1), quantise).total;
+    if (power_of_two && !quantize) check.fail("power_of_two is true, must be false without quantize");
+    const int64_t needed = staging_offsets(max_tokens, topk_idx.size(1), x.size(1), quantize).total;
     if (buffer_bytes < needed) {
         check.fail("buffer_bytes is " + std::to_string(buffer_bytes) + ", must be at least " +
                    std::to_string(needed));
@@ -69,7 +69,7 @@ void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, 
     problem.num_experts = num_experts;
     problem.idx_is_64_bit = topk_idx.scalar_type() == ScalarType::Long;
     problem.weights_are_bf16 = topk_weights.scalar_type() == ScalarType::BFloat16;
-    problem.quantise = quantise;
+    problem.quantize = quantize;
     problem.power_of_two = power_of_two;
     problem.device = x.get_device_index();
     problem.stream = current_stream(problem.device);

@@ -64,7 +64,7 @@ Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape
 }
 
 // The same in e4m3, and what makes them.
-Status map_quantised_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local,
+Status map_quantized_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local,
                               std::byte* workspace, const Parts& parts, device::BackwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     const std::int64_t hidden = local.hidden;
@@ -160,7 +160,7 @@ void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& lo
     const RouteShape& shape = problem.route.shape;
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
     const layout::Staging staging =
-        layout::make_staging(shape.max_tokens, shape.top_k, shape.hidden, shape.quantise);
+        layout::make_staging(shape.max_tokens, shape.top_k, shape.hidden, shape.quantize);
     p.moved[0] = {static_cast<const std::byte*>(problem.x), workspace + parts[layout::kXPool],
                   symmetric[layout::kStaging] + staging.x};
     p.moved[1] = {static_cast<const std::byte*>(problem.dy), workspace + parts[layout::kDyPool],
@@ -220,14 +220,14 @@ void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShap
 Status launch_backward(const BackwardProblem& problem) noexcept {
     const RouteProblem& route = problem.route;
     LayerLaunch launch{};
-    if (route.shape.quantise_gradients && problem.trace != nullptr)
+    if (route.shape.quantize_gradients && problem.trace != nullptr)
         return error_status("weights' gradients in fp8 have no kernel that traces");
-    const Op op = route.shape.quantise_gradients ? Op::kBackwardGradients
+    const Op op = route.shape.quantize_gradients ? Op::kBackwardGradients
                   : problem.trace != nullptr     ? Op::kBackwardTrace
                   : problem.saved_rows > 0       ? Op::kBackwardSaving
                                                  : Op::kBackward;
-    const bool quantised = route.shape.quantise_backward;
-    Status status = prepare_layer(op, quantised ? Precision::kFp8 : Precision::kBf16, route, launch);
+    const bool quantized = route.shape.quantize_backward;
+    Status status = prepare_layer(op, quantized ? Precision::kFp8 : Precision::kBf16, route, launch);
     if (!status.ok) return status;
     const layout::WorkspaceShape local = workspace_shape(route.shape);
     const Parts parts = layout::make_workspace(local);
@@ -235,7 +235,7 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     device::BackwardParams p{};
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
-    status = quantised ? map_quantised_operands(problem, local, workspace, parts, p)
+    status = quantized ? map_quantized_operands(problem, local, workspace, parts, p)
                        : map_operands(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);
@@ -250,9 +250,9 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
     p.clamp = problem.clamp;
     p.spreads_rows = problem.dw_gate_up != nullptr || problem.dw_down != nullptr;
-    // A warp that quantises a row for each of its slots is slower than the products: all of them do it for
+    // A warp that quantizes a row for each of its slots is slower than the products: all of them do it for
     // the first chunk.
-    p.first_per_warp = quantised ? kAllRows : first_rows_per_warp(local, launch);
+    p.first_per_warp = quantized ? kAllRows : first_rows_per_warp(local, launch);
     p.delay_seed = problem.delay_seed;
     p.trace = trace_buffer(problem.trace, problem.trace_bytes, launch.ctas);
     return launch_layer(launch, route, p.route, &p);

@@ -41,13 +41,13 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
         {"w_down", problem.w_down, local.num_local * hidden, intermediate, 128, p.down_load},
         {"h pool", h_pool, rows, intermediate, 16, p.h_store},
     };
-    const auto map_operand = local.quantise ? map_e4m3_rows : map_rows;
+    const auto map_operand = local.quantize ? map_e4m3_rows : map_rows;
     for (const Map& m : maps) {
         const Status status = map_operand(m.what, m.data, m.rows, m.columns, m.box_rows, m.map);
         if (!status.ok) return status;
     }
     const Status status = map_rows("o pool", workspace + parts[layout::kOPool], rows, hidden, 16, p.o_store);
-    if (!status.ok || !local.quantise) return status;
+    if (!status.ok || !local.quantize) return status;
     return map_scales("x_sf pool", workspace + parts[layout::kXScalePool], rows, hidden / layout::kQuantGroup,
                       kHeight, layout::kScaleBlocks, p.x_scale_load);
 }
@@ -71,14 +71,14 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
                   : problem.saved_rows > 0 ? Op::kForwardSaving
                                            : Op::kForward;
     Status status =
-        prepare_layer(op, route.shape.quantise ? Precision::kFp8 : Precision::kBf16, route, launch);
+        prepare_layer(op, route.shape.quantize ? Precision::kFp8 : Precision::kBf16, route, launch);
     if (!status.ok) return status;
 
     const layout::WorkspaceShape local = workspace_shape(route.shape);
     const Parts parts = layout::make_workspace(local);
     const auto symmetric = layout::make_symmetric(symmetric_shape(route.shape));
     const layout::Staging staging = layout::make_staging(route.shape.max_tokens, route.shape.top_k,
-                                                         route.shape.hidden, route.shape.quantise);
+                                                         route.shape.hidden, route.shape.quantize);
     auto* workspace = static_cast<std::byte*>(route.workspace);
     const std::int64_t blocks = layout::num_row_blocks(local.max_slots());
 
@@ -86,7 +86,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);
-    p.route.call = local.quantise ? layout::kQuantisedForwardCall : layout::kForwardCall;
+    p.route.call = local.quantize ? layout::kQuantizedForwardCall : layout::kForwardCall;
     const std::int64_t staged = symmetric[layout::kStaging] + staging.x;
     if (problem.x_is_e4m3 && route.num_tokens > 0) {
         const std::int64_t want = route.buffers[route.rank] + staged;
@@ -96,7 +96,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     }
     p.moved[0] = {problem.x_is_e4m3 ? nullptr : static_cast<const std::byte*>(problem.x),
                   workspace + parts[layout::kXPool], staged};
-    if (local.quantise)
+    if (local.quantize)
         place_scales(problem, workspace, parts, symmetric[layout::kStaging] + staging.x_sf, p);
     p.summed = workspace + parts[layout::kOPool];
     p.saved = {static_cast<std::byte*>(problem.saved_gate_up), static_cast<std::int32_t>(problem.saved_rows)};

@@ -32,7 +32,7 @@ LayoutTable table_of(const layout::Layout<Count>& layout) noexcept {
 }  // namespace
 
 layout::SymmetricShape symmetric_shape(const RouteShape& s) noexcept {
-    return {s.max_tokens, s.top_k, s.hidden, s.num_ranks, s.quantise, s.home, s.backward, s.canaries};
+    return {s.max_tokens, s.top_k, s.hidden, s.num_ranks, s.quantize, s.home, s.backward, s.canaries};
 }
 
 layout::WorkspaceShape workspace_shape(const RouteShape& s) noexcept {
@@ -45,9 +45,9 @@ layout::WorkspaceShape workspace_shape(const RouteShape& s) noexcept {
             s.intermediate,
             s.backward,
             s.canaries,
-            s.quantise,
-            s.quantise_backward,
-            s.quantise_gradients};
+            s.quantize,
+            s.quantize_backward,
+            s.quantize_gradients};
 }
 
 LayoutTable symmetric_layout(const RouteShape& shape) noexcept {

@@ -11,8 +11,8 @@ const char* op_name(Op op) noexcept {
     switch (op) {
         case Op::kStage:
             return "stage";
-        case Op::kQuantiseWeights:
-            return "quantise_weights";
+        case Op::kQuantizeWeights:
+            return "quantize_weights";
         case Op::kRoute:
             return "route";
         case Op::kForward:

@@ -17,21 +17,21 @@ unsigned blocks_for(std::int64_t items, std::int64_t items_per_block) noexcept {
 }  // namespace
 
 StagingOffsets staging_offsets(std::int64_t max_tokens, std::int64_t top_k, std::int64_t hidden,
-                               bool quantise) noexcept {
-    const layout::Staging s = layout::make_staging(max_tokens, top_k, hidden, quantise);
+                               bool quantize) noexcept {
+    const layout::Staging s = layout::make_staging(max_tokens, top_k, hidden, quantize);
     return {s.x, s.x_sf, s.topk_idx, s.topk_weights, s.error, s.total};
 }
 
 Status launch_stage(const StageProblem& problem) noexcept {
     DeviceFacts facts{};
     const Variant* variant = nullptr;
-    const Precision precision = problem.quantise ? Precision::kFp8 : Precision::kBf16;
+    const Precision precision = problem.quantize ? Precision::kFp8 : Precision::kBf16;
     const Status status = prepare_launch(Op::kStage, precision, problem.device, facts, variant);
     // A grid of no blocks is an error of the runtime; there is nothing to copy.
     if (!status.ok || problem.num_tokens == 0) return status;
 
     const layout::Staging s =
-        layout::make_staging(problem.max_tokens, problem.top_k, problem.hidden, problem.quantise);
+        layout::make_staging(problem.max_tokens, problem.top_k, problem.hidden, problem.quantize);
     std::byte* buffer = static_cast<std::byte*>(problem.buffer);
     const std::int64_t num_slots = problem.num_tokens * problem.top_k;
     device::StageParams params{};
@@ -45,7 +45,7 @@ Status launch_stage(const StageProblem& problem) noexcept {
     params.error = reinterpret_cast<std::int32_t*>(buffer + s.error);
     params.num_vectors = problem.num_tokens * problem.hidden / 8;
     params.num_groups =
-        problem.quantise ? static_cast<std::uint32_t>(params.num_vectors * 8 / layout::kQuantGroup) : 0;
+        problem.quantize ? static_cast<std::uint32_t>(params.num_vectors * 8 / layout::kQuantGroup) : 0;
     params.num_slots = static_cast<std::uint32_t>(num_slots);
     params.num_slot_blocks = blocks_for(num_slots, std::int64_t{variant->threads} * device::kSlotsPerThread);
     params.top_k = static_cast<std::uint32_t>(problem.top_k);

@@ -4,7 +4,7 @@ namespace mega_moe {
 
 enum class Op {
     kStage,
-    kQuantiseWeights,
+    kQuantizeWeights,
     kRoute,
     kForward,
     kForwardSaving,

@@ -16,11 +16,11 @@ inline constexpr int kMathWarps = 8;
 inline constexpr int kPullBuffers = 4;
 inline constexpr int kPullBytes = 4096;
 // Beside scale factors there is room for so many.
-inline constexpr int kQuantisingPullBuffers = 3;
+inline constexpr int kQuantizingPullBuffers = 3;
 // Rows of e4m3 come in smaller pieces, each with its scale factors, and more of them are under way.
-inline constexpr int kQuantisedPullBuffers = 5;
-inline constexpr int kQuantisedPullBytes = 2048;
-inline constexpr int kPullScaleBytes = kQuantisedPullBytes / kQuantGroup * 4;
+inline constexpr int kQuantizedPullBuffers = 5;
+inline constexpr int kQuantizedPullBytes = 2048;
+inline constexpr int kPullScaleBytes = kQuantizedPullBytes / kQuantGroup * 4;
 // Pieces that are loading or stored and not yet told, what is known of each: its slots, and one more word.
 inline constexpr int kPullPieces = 7;
 inline constexpr int kPullPieceBytes = (kMaxSlotsPerToken + 1) * 4;
@@ -42,7 +42,7 @@ inline constexpr int kMailbox = 16;
 enum class LayerForm {
     kBf16,
     kFp8Forward,    // e4m3; x travels so
-    kFp8Backward,   // e4m3, but for the weights' gradients; x and dy travel in bf16 and are quantised on
+    kFp8Backward,   // e4m3, but for the weights' gradients; x and dy travel in bf16 and are quantized on
                     // arrival
     kFp8Gradients,  // the same with the weights' gradients in e4m3 too
 };
@@ -71,20 +71,20 @@ struct LayerShared {
 
 // The stages come first; the routing phase uses everything below `ring` before they are filled.
 MEGA_MOE_LAW LayerShared make_layer_shared(int stages, LayerForm form) {
-    const bool quantised = form != LayerForm::kBf16;
+    const bool quantized = form != LayerForm::kBf16;
     const bool forward = form == LayerForm::kFp8Forward;
     const bool gradients = form == LayerForm::kFp8Gradients;
     LayerShared s{};
-    s.pull_buffers = forward ? kQuantisedPullBuffers : quantised ? kQuantisingPullBuffers : kPullBuffers;
-    s.pull_bytes = forward ? kQuantisedPullBytes : kPullBytes;
+    s.pull_buffers = forward ? kQuantizedPullBuffers : quantized ? kQuantizingPullBuffers : kPullBuffers;
+    s.pull_bytes = forward ? kQuantizedPullBytes : kPullBytes;
     s.store = stages * (kStageBytesA + kStageBytesB);
     s.pull = s.store + kMathWarps * kStoreBytes;
     s.x_scales = s.pull + s.pull_buffers * s.pull_bytes;
     s.row_scales = s.x_scales + (forward ? kXScaleBuffers * kXScaleBytes : 0);
-    s.column_scales = s.row_scales + (quantised ? stages * kRowScaleBytes : 0);
-    s.store_scales = s.column_scales + (quantised ? stages * kColumnScaleBytes : 0);
+    s.column_scales = s.row_scales + (quantized ? stages * kRowScaleBytes : 0);
+    s.store_scales = s.column_scales + (quantized ? stages * kColumnScaleBytes : 0);
     // With gradients in e4m3 they lie in the store buffers, which no copy may read by then anyway.
-    s.factors = s.store_scales + (quantised && !gradients ? kMathWarps * kStoreScaleBytes : 0);
+    s.factors = s.store_scales + (quantized && !gradients ? kMathWarps * kStoreScaleBytes : 0);
     s.amax = s.factors + (gradients ? kTileColumns * 4 : 0);
     s.pull_scales = s.amax + (gradients ? 2 * kMathWarps * 4 : 0);
     s.pieces = s.pull_scales + (forward ? s.pull_buffers * kPullScaleBytes : 0);

@@ -21,7 +21,7 @@ inline constexpr int kCounterLine = 32;
 //   sent           [max_chunks]: entries of push_list that are sent
 //   arrived        [row blocks]: rows of x in the pool; in the backward of x and dy, and the zeros after
 //   them;
-//                  where rows are quantised as they arrive, of the codes, and above kBf16RowThere in bf16 too
+//                  where rows are quantized as they arrive, of the codes, and above kBf16RowThere in bf16 too
 //   gate_up_done   [row blocks]: warps that stored their part of h; in the backward of dz and h
 //   down_done      [row blocks]: warps that stored their part of the outputs; in the backward of dx
 enum CounterTicket {

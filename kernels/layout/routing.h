@@ -124,7 +124,7 @@ inline constexpr std::uint64_t kHeaderTokens = kHeaderRefused - 1;
 // Ranks of one launch must call alike.
 inline constexpr std::uint32_t kRouteCall = 0;
 inline constexpr std::uint32_t kForwardCall = 1;
-inline constexpr std::uint32_t kQuantisedForwardCall = 2;
+inline constexpr std::uint32_t kQuantizedForwardCall = 2;
 MEGA_MOE_LAW std::uint32_t backward_call(bool needs_dx, bool needs_dtopk) {
     return 4 | (needs_dx ? 2u : 0u) | (needs_dtopk ? 1u : 0u);
 }

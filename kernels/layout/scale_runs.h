@@ -4,7 +4,7 @@
 #include "layout/host_device.h"
 #include "layout/layer_shared.h"
 
-// Where the scale factors of the rows of a pool lie that a kernel quantises itself: of each tile's rows one
+// Where the scale factors of the rows of a pool lie that a kernel quantizes itself: of each tile's rows one
 // run for a k-block, run by run, as the stages of a product take them.
 namespace mega_moe::layout {
 

@@ -12,7 +12,7 @@ inline constexpr int kErrorWords = 8;                   // int32: 1, token, slot
 // Byte offsets of the parts of a rank's staging area.
 struct Staging {
     std::int64_t x;             // bf16 or e4m3 [max_tokens, hidden]
-    std::int64_t x_sf;          // fp32 [max_tokens, hidden / 128]; empty unless quantised
+    std::int64_t x_sf;          // fp32 [max_tokens, hidden / 128]; empty unless quantized
     std::int64_t topk_idx;      // uint16 [max_tokens, top_k]
     std::int64_t topk_weights;  // fp32 [max_tokens, top_k]
     std::int64_t error;         // int32 [kErrorWords]
@@ -24,11 +24,11 @@ constexpr std::int64_t align_part(std::int64_t bytes) {
 }
 
 constexpr Staging make_staging(std::int64_t max_tokens, std::int64_t top_k, std::int64_t hidden,
-                               bool quantise) {
+                               bool quantize) {
     Staging s{};
     s.x = 0;
-    s.x_sf = align_part(max_tokens * hidden * (quantise ? 1 : 2));
-    s.topk_idx = s.x_sf + align_part(quantise ? max_tokens * (hidden / kQuantGroup) * 4 : 0);
+    s.x_sf = align_part(max_tokens * hidden * (quantize ? 1 : 2));
+    s.topk_idx = s.x_sf + align_part(quantize ? max_tokens * (hidden / kQuantGroup) * 4 : 0);
     s.topk_weights = s.topk_idx + align_part(max_tokens * top_k * 2);
     s.error = s.topk_weights + align_part(max_tokens * top_k * 4);
     s.total = s.error + align_part(kErrorWords * 4);

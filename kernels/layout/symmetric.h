@@ -13,7 +13,7 @@ struct SymmetricShape {
     std::int64_t top_k;
     std::int64_t hidden;
     std::int64_t num_ranks;
-    bool quantise;  // x is staged as e4m3
+    bool quantize;  // x is staged as e4m3
     bool home;      // with home slots, for kernels that return sums to other ranks
     bool backward;  // with what the backward needs besides; it comes last, so that nothing else moves
     bool canaries;
@@ -42,9 +42,9 @@ enum ControlWord {
 
 // The backward of a layer whose forward stages x as e4m3 stages it in bf16, at the same place.
 constexpr std::int64_t staging_bytes(const SymmetricShape& s) {
-    const std::int64_t bytes = make_staging(s.max_tokens, s.top_k, s.hidden, s.quantise).total;
+    const std::int64_t bytes = make_staging(s.max_tokens, s.top_k, s.hidden, s.quantize).total;
     const std::int64_t plain = make_staging(s.max_tokens, s.top_k, s.hidden, false).total;
-    return s.quantise && s.backward && plain > bytes ? plain : bytes;
+    return s.quantize && s.backward && plain > bytes ? plain : bytes;
 }
 
 constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {

@@ -1,7 +1,7 @@
 #pragma once
 #include "layout/host_device.h"
 
-// How a block of a weight lies in the shared memory of the kernel that quantises it, on its way to the
+// How a block of a weight lies in the shared memory of the kernel that quantizes it, on its way to the
 // transposed copy.
 namespace mega_moe::layout {
 

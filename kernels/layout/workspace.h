@@ -20,13 +20,13 @@ struct WorkspaceShape {
     std::int64_t intermediate;  // 0: tables alone, no pools
     bool backward;              // with what the backward needs besides
     bool canaries;
-    bool quantise = false;            // x and h are e4m3 in the forward
-    bool quantise_backward = false;   // x, dy and dz are e4m3 in the backward too
-    bool quantise_gradients = false;  // and what the weights' gradients are made of
+    bool quantize = false;            // x and h are e4m3 in the forward
+    bool quantize_backward = false;   // x, dy and dz are e4m3 in the backward too
+    bool quantize_gradients = false;  // and what the weights' gradients are made of
 
     // Of an element of x and h, where the backward needs no bf16.
-    MEGA_MOE_LAW std::int64_t row_element() const { return quantise && !backward ? 1 : 2; }
-    MEGA_MOE_LAW bool has_transposed() const { return backward && quantise_backward && quantise_gradients; }
+    MEGA_MOE_LAW std::int64_t row_element() const { return quantize && !backward ? 1 : 2; }
+    MEGA_MOE_LAW bool has_transposed() const { return backward && quantize_backward && quantize_gradients; }
     MEGA_MOE_LAW GradientScales gradient_scales() const {
         return {static_cast<int>(hidden), static_cast<int>(intermediate)};
     }
@@ -82,7 +82,7 @@ enum WorkspacePart {
     kPullList,     // uint64 [max_residents]: encode_resident, by (chunk, first local expert, token, rank)
     kPushList,     // uint64 [max_residents]: the same by last local expert
     kCounters,     // uint32: layout/pools.h
-    kXPool,        // bf16 [pools][pool_rows, hidden]: rows of x by slot; e4m3 of a quantised forward
+    kXPool,        // bf16 [pools][pool_rows, hidden]: rows of x by slot; e4m3 of a quantized forward
     kHPool,        // the same [pools][pool_rows, intermediate]: weighted activations
     kOPool,   // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
     kDyPool,  // bf16 [pools][pool_rows, hidden]: rows of dy by slot
@@ -93,12 +93,12 @@ enum WorkspacePart {
     kXScalePool,   // fp32 [pools][pool_rows, hidden / 128]: scale factors of x; in the backward as those of h
     kHScalePool,   // fp32 [pools][pool_rows / 128][intermediate / 128][128]: of h, so that a tile's are one
                    // run
-    kXCodePool,    // e4m3 [pools][pool_rows, hidden]: rows of x, of a quantised backward
+    kXCodePool,    // e4m3 [pools][pool_rows, hidden]: rows of x, of a quantized backward
     kDyCodePool,   // the same of dy
     kDzCodePool,   // e4m3 [pools][pool_rows, 2 * intermediate]
     kDyScalePool,  // fp32 [pools][pool_rows / 128][hidden / 128][128]: of dy
     kDzScalePool,  // fp32 [pools][pool_rows / 128][2 * intermediate / 128][128]: of dz
-    kOwnCodes,     // e4m3 [2][max_tokens, hidden]: x and dy of an only rank's quantised backward, by token
+    kOwnCodes,     // e4m3 [2][max_tokens, hidden]: x and dy of an only rank's quantized backward, by token
     kOwnScales,    // fp32 [2][max_tokens, hidden / 128]: their scale factors
     // Of weights' gradients in e4m3, layout/gradient_operands.h; dz and h are then in kDzPool and kHPool.
     kXTransposedPool,    // [pools][pool_rows / 128][hidden / 128] blocks
@@ -152,18 +152,18 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     const std::int64_t rows = pooled ? s.pools() * s.pool_rows : 0;
     builder.add("counters", pooled ? s.counters() * 4 : 0);
     builder.add("x_pool", rows * s.hidden * s.row_element());
-    builder.add("h_pool", rows * s.intermediate * (s.has_transposed() && s.quantise ? 1 : s.row_element()));
+    builder.add("h_pool", rows * s.intermediate * (s.has_transposed() && s.quantize ? 1 : s.row_element()));
     builder.add("o_pool", rows * s.hidden * 2);
     const std::int64_t backward_rows = s.backward ? rows : 0;
     builder.add("dy_pool", backward_rows * s.hidden * 2);
     builder.add("dz_pool", backward_rows * s.intermediate * (s.has_transposed() ? 2 : 4));
     builder.add("dtopk_pool", backward_rows * (s.intermediate / 128) * 4);
     builder.add("partials", s.backward && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
-    const std::int64_t forward_codes = s.quantise ? rows : 0;
-    const std::int64_t backward_codes = s.backward && s.quantise_backward ? rows : 0;
+    const std::int64_t forward_codes = s.quantize ? rows : 0;
+    const std::int64_t backward_codes = s.backward && s.quantize_backward ? rows : 0;
     const std::int64_t groups = s.hidden / kQuantGroup;
     const std::int64_t inner_groups = s.intermediate / kQuantGroup;
-    builder.add("x_sf_pool", (s.quantise ? forward_codes : backward_codes) * groups * 4);
+    builder.add("x_sf_pool", (s.quantize ? forward_codes : backward_codes) * groups * 4);
     builder.add("h_sf_pool", forward_codes * inner_groups * 4);
     builder.add("x_e4m3_pool", backward_codes * s.hidden);
     builder.add("dy_e4m3_pool", backward_codes * s.hidden);

@@ -68,8 +68,8 @@ def launched(row: Any, on_gpu: bool) -> tuple[Kernel, ...]:
             both["backward"] = ("backward_gradients", backward)
         kernels = tuple(kernel for name, kernel in both.items() if name in direction)
         # In fp8 a call makes its copies of the weights.
-        quantises = any(precision == "fp8" for _, precision in kernels)
-        return (*kernels, ("quantise_weights", "fp8")) if quantises else kernels
+        quantizes = any(precision == "fp8" for _, precision in kernels)
+        return (*kernels, ("quantize_weights", "fp8")) if quantizes else kernels
     # The plain backends bring x, ids and weights into the buffer by the staging kernel, other dtypes by torch. Only
     # the forward of fp8 stages codes.
     if row.kind == "layer" and row.dtype != "bfloat16":

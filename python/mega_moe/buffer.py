@@ -282,7 +282,7 @@ class MoEBuffer:
     def reuse_weight_copies(self) -> Iterator[None]:
         """Within it the fp8 kernels keep their e4m3 copies of the weights from call to call, while they are good.
 
-        Outside, each call of a kernel that reads e4m3 weights quantises them anew, which is always right. Within, the
+        Outside, each call of a kernel that reads e4m3 weights quantizes them anew, which is always right. Within, the
         copy of an ``nn.Parameter`` is kept until torch knows of a change of it (an operation in place,
         ``load_state_dict``, another tensor, ``.data`` assigned), its memory was given back, any ``torch.optim``
         optimizer of this process has stepped, `weights_changed` is called, or the outermost of these blocks ends.

@@ -1,14 +1,14 @@
 #pragma once
 #include "device/role/stage_copy.cuh"
 #include "device/role/stage_params.h"
-#include "device/role/stage_quantise.cuh"
+#include "device/role/stage_quantize.cuh"
 #include "device/role/stage_slots.cuh"
 
 namespace mega_moe::device {
 
-template <bool Quantise, int Threads, int Vectors, int BlocksPerSm>
+template <bool Quantize, int Threads, int Vectors, int BlocksPerSm>
 struct StageConfig {
-    static constexpr bool kQuantise = Quantise;
+    static constexpr bool kQuantize = Quantize;
     static constexpr int kThreads = Threads;
     static constexpr int kVectors = Vectors;
     static constexpr int kBlocksPerSm = BlocksPerSm;
@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) sm90_s
     const __grid_constant__ StageParams p) {
     if (blockIdx.x < p.num_slot_blocks) {
         stage_slots<Config>(p, blockIdx.x);
-    } else if constexpr (Config::kQuantise) {
-        stage_quantise<Config>(p, blockIdx.x - p.num_slot_blocks);
+    } else if constexpr (Config::kQuantize) {
+        stage_quantize<Config>(p, blockIdx.x - p.num_slot_blocks);
     } else {
         stage_copy<Config>(p, blockIdx.x - p.num_slot_blocks);
     }

@@ -7,7 +7,7 @@
 #include "device/role/layer_combine.cuh"
 #include "device/role/layer_pull.cuh"
 #include "device/role/layer_tables.cuh"
-#include "device/role/quantised_backward_math.cuh"
+#include "device/role/quantized_backward_math.cuh"
 
 namespace mega_moe::device {
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
     zero_padding<C>(p, 0, warp * static_cast<int>(ptx::num_ctas()) + static_cast<int>(ptx::cta_id()),
                     C::kThreads / 32 * static_cast<int>(ptx::num_ctas()));
     // One warp takes the rows further that all have brought.
-    if constexpr (C::kQuantisesRows) __syncthreads();
+    if constexpr (C::kQuantizesRows) __syncthreads();
     routing.end(TraceKind::kFirstRows, 0, 0, 0);
     if (warp < 4) {
         ptx::shrink_registers<C::kCommRegisters>();
@@ -60,7 +60,7 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
             if (warp == 3 && ptx::cta_id() == 0) announce_empty_chunks<C>(p, epoch);
             if (warp == 2)
                 pull_rows<C>(p, shared, epoch, tracer, ChunkPreparation<C>{p, epoch});
-            else if (C::kQuantisesRows && has_own_codes(p)) {
+            else if (C::kQuantizesRows && has_own_codes(p)) {
                 tracer.start();
                 copy_runs<C>(p, 0, 1, tracer);
             }
@@ -71,8 +71,8 @@ __device__ __forceinline__ void run_backward(const BackwardParams& p, std::byte*
         ptx::grow_registers<C::kMathRegisters>();
         Tracer<C::kTrace> tracer(p.trace, warp < 8 ? TraceRole::kMath0 : TraceRole::kMath1,
                                  ptx::thread_id() % 128 == 0);
-        if constexpr (C::kQuantised)
-            QuantisedBackwardMath<C>(p, shared).run(tracer);
+        if constexpr (C::kQuantized)
+            QuantizedBackwardMath<C>(p, shared).run(tracer);
         else
             BackwardMath<C>(p, shared).run(tracer);
         Combiner<C, DtopkBeside>(p, epoch, {p}).run(tracer);

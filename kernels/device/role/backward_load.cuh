@@ -4,7 +4,7 @@
 #include "device/ptx/fence.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/role/backward_schedule.cuh"
-#include "device/role/quantised_stages.cuh"
+#include "device/role/quantized_stages.cuh"
 #include "layout/scale_runs.h"
 
 namespace mega_moe::device {
@@ -29,23 +29,23 @@ class BackwardLoader {
             ptx::fence_proxy_async_global();
             tracer.end(wait_kind(t.kind), t.chunk, t.expert, trace_index(t, 0));
             if (t.kind == kDzTile) {
-                if constexpr (C::kQuantised) {
-                    load_quantised(t, gate_up_operands(t));
-                    load_quantised(t, dh_operands(t));
+                if constexpr (C::kQuantized) {
+                    load_quantized(t, gate_up_operands(t));
+                    load_quantized(t, dh_operands(t));
                 } else {
                     if (!C::kSaves || (t.flags & kSaved) == 0) load_gate_up(t);
                     load_da(t);
                 }
             } else if (t.kind == kDxTile) {
-                if constexpr (C::kQuantised)
-                    load_quantised(t, dx_operands(t));
+                if constexpr (C::kQuantized)
+                    load_quantized(t, dx_operands(t));
                 else
                     load_dx(t);
-            } else if constexpr (C::kQuantisesGradients) {
+            } else if constexpr (C::kQuantizesGradients) {
                 if (t.kind == kTransposeTile)
                     load_to_transpose(t);
                 else
-                    load_quantised_gradient(t);
+                    load_quantized_gradient(t);
             } else if (t.kind == kGateUpGradient) {
                 load_gradient(t, &p.dz_blocks, &p.x_blocks);
             } else {
@@ -143,7 +143,7 @@ class BackwardLoader {
         }
     }
     // Of a product of e4m3, K-major all.
-    struct Quantised {
+    struct Quantized {
         const TensorMap* rows;
         const TensorMap* half_rows;
         const TensorMap* columns;
@@ -159,7 +159,7 @@ class BackwardLoader {
         return scales + layout::scale_run(t.pool_row, 0, groups) * layout::kRowScaleBytes;
     }
     // x and [128 gate | 128 up] of w_gate_up.
-    __device__ __forceinline__ Quantised gate_up_operands(const BackwardTile& t) const {
+    __device__ __forceinline__ Quantized gate_up_operands(const BackwardTile& t) const {
         const int groups = p.hidden / layout::kQuantGroup;
         const float* scales = p.gate_up_scales;
         return {&p.x_load,
@@ -173,7 +173,7 @@ class BackwardLoader {
                 C::kBytesB / 2};
     }
     // dy and 128 rows of w_down's transposed copy.
-    __device__ __forceinline__ Quantised dh_operands(const BackwardTile& t) const {
+    __device__ __forceinline__ Quantized dh_operands(const BackwardTile& t) const {
         const int groups = p.hidden / layout::kQuantGroup;
         const int step = p.intermediate / layout::kQuantGroup;
         const float* scales =
@@ -184,7 +184,7 @@ class BackwardLoader {
             step,       {row, row + 64}, 64 * kOperandRowBytes};
     }
     // dz and 256 rows of w_gate_up's transposed copy.
-    __device__ __forceinline__ Quantised dx_operands(const BackwardTile& t) const {
+    __device__ __forceinline__ Quantized dx_operands(const BackwardTile& t) const {
         const int groups = 2 * p.intermediate / layout::kQuantGroup;
         const int step = p.hidden / layout::kQuantGroup;
         const float* scales =
@@ -195,7 +195,7 @@ class BackwardLoader {
                 {scales, scales + 1}, step,
                 {row, row + 128},     C::kBytesB / 2};
     }
-    __device__ __forceinline__ void load_quantised(const BackwardTile& t, Quantised o) {
+    __device__ __forceinline__ void load_quantized(const BackwardTile& t, Quantized o) {
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
             const int columns = has_columns(t) ? 2 * o.column_bytes : 0;
             const std::uint32_t full = open_stage(C::kBytesA + layout::kRowScaleBytes + columns);
@@ -222,7 +222,7 @@ class BackwardLoader {
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
             const std::uint32_t full = open_stage(t.rows > 0 ? C::kStageBytes : 0);
             // In bf16: no scale factors arrive by themselves.
-            if constexpr (C::kQuantised) ptx::mbarrier_arrive(full);
+            if constexpr (C::kQuantized) ptx::mbarrier_arrive(full);
             if (t.rows == 0) continue;
             const int pool_row = t.pool_row + k_block * layout::kRowBlock;
             ptx::tma_load(shared.a(stage_.at), rows, full, 0, pool_row, t.row / 64);
@@ -246,7 +246,7 @@ class BackwardLoader {
         }
     }
     // 128 rows of the pools, of which 128 columns become rows of the gradient, and 256 become its columns.
-    __device__ __forceinline__ void load_quantised_gradient(const BackwardTile& t) {
+    __device__ __forceinline__ void load_quantized_gradient(const BackwardTile& t) {
         const bool gate_up = t.kind == kGateUpGradient;
         const int a_columns = gate_up ? 2 * p.intermediate : p.hidden;
         const int b_columns = gate_up ? p.hidden : p.intermediate;

@@ -77,7 +77,7 @@ class RowTiles {
                            : static_cast<std::uint64_t>(layout::kRowBlock);
         seen = wanted;
         if (row < end) seen = ptx::load_acquire_gpu(p.counters + (run_.down ? p.zd_done : p.arrived) + index);
-        if constexpr (C::kQuantisesRows) seen %= layout::kBf16RowThere;
+        if constexpr (C::kQuantizesRows) seen %= layout::kBf16RowThere;
         return !ptx::any(seen < wanted);
     }
 
@@ -160,7 +160,7 @@ class GradientTilesOfRank {
             index_of = static_cast<std::uint64_t>(first + block);
             seen = block < blocks ? ptx::load_acquire_gpu(p.counters + p.zd_done + index_of) : wanted;
             if (ptx::any(seen < wanted)) return false;
-            if constexpr (C::kQuantisesGradients) {
+            if constexpr (C::kQuantizesGradients) {
                 const auto transposed =
                     static_cast<std::uint64_t>(p.transposes.columns() * layout::kTransposingWarps);
                 const bool counts = block < blocks && index_of % 2 == 0;
@@ -171,7 +171,7 @@ class GradientTilesOfRank {
                     wanted = transposed;
                     return false;
                 }
-            } else if constexpr (C::kQuantisesRows) {
+            } else if constexpr (C::kQuantizesRows) {
                 std::uint32_t rows = layout::kRowBlock;
                 if (block < blocks)
                     rows = ptx::load_acquire_gpu(p.counters + p.arrived + index_of) / layout::kBf16RowThere;
@@ -191,7 +191,7 @@ class GradientTilesOfRank {
 
   private:
     // A k-block of 64 rows of bf16 or of 128 of e4m3.
-    static constexpr int kBlockRows = C::kQuantisesGradients ? layout::kTransposedEdge : layout::kRowBlock;
+    static constexpr int kBlockRows = C::kQuantizesGradients ? layout::kTransposedEdge : layout::kRowBlock;
 
     __device__ __forceinline__ int index() const { return ticket_ - run_.first_ticket; }
     __device__ __forceinline__ int turn() const { return place_.expert * p.gradients.tiles() + index(); }
@@ -250,7 +250,7 @@ class BackwardScheduler {
     static constexpr std::uint32_t kNoTicket = 0xFFFFFFFFu;
 
     __device__ __forceinline__ BackwardTile record(std::uint32_t ticket) const {
-        if constexpr (C::kQuantisesGradients)
+        if constexpr (C::kQuantizesGradients)
             if ((ticket & (kGradientBit | kTransposeBit)) == kTransposeBit) return transposes_.record(cta_);
         return (ticket & kGradientBit) != 0 ? gradients_.record(cta_) : rows_.record(cta_);
     }
@@ -283,7 +283,7 @@ class BackwardScheduler {
                 row_ticket_ = kDraw;
                 return ticket;
             }
-            if constexpr (C::kQuantisesGradients) {
+            if constexpr (C::kQuantizesGradients) {
                 if (transpose_ticket_ == kDraw) {
                     transpose_ticket_ = draw(layout::kTransposeTicket);
                     if (!transposes_.find(transpose_ticket_)) transpose_ticket_ = kNone;
@@ -312,12 +312,12 @@ class BackwardScheduler {
         const std::uint32_t ticket = mail_.receive();
         if (ticket == kNoTicket) return ticket;
         const bool gradient = (ticket & kGradientBit) != 0;
-        const bool transpose = C::kQuantisesGradients && !gradient && (ticket & kTransposeBit) != 0;
+        const bool transpose = C::kQuantizesGradients && !gradient && (ticket & kTransposeBit) != 0;
         const auto number = static_cast<int>(ticket & ~kGradientBit & ~(transpose ? kTransposeBit : 0));
         if (gradient) {
             gradients_.find(number);
         } else if (transpose) {
-            if constexpr (C::kQuantisesGradients) transposes_.find(number);
+            if constexpr (C::kQuantizesGradients) transposes_.find(number);
         } else {
             rows_.find(number);
         }
@@ -339,7 +339,7 @@ class BackwardScheduler {
 
     __device__ __forceinline__ bool transposes_ready(std::uint64_t& index, std::uint64_t& seen,
                                                      std::uint64_t& wanted) const {
-        if constexpr (C::kQuantisesGradients)
+        if constexpr (C::kQuantizesGradients)
             return transposes_.ready(index, seen, wanted);
         else
             return true;
@@ -371,11 +371,11 @@ class BackwardScheduler {
     int clusters_;
     ClusterMail<C> mail_;
     RowTiles<C> rows_;
-    std::conditional_t<C::kQuantisesGradients, TransposesOfRank<C>, NoTransposes> transposes_;
+    std::conditional_t<C::kQuantizesGradients, TransposesOfRank<C>, NoTransposes> transposes_;
     GradientTilesOfRank<C> gradients_;
     int row_ticket_ = kDraw;
     int gradient_ticket_ = kDraw;
-    int transpose_ticket_ = C::kQuantisesGradients ? kDraw : kNone;
+    int transpose_ticket_ = C::kQuantizesGradients ? kDraw : kNone;
     bool first_ = true;
     bool lost_ = false;
 };

@@ -17,12 +17,12 @@ using BackwardConfig = LayerConfig<Stages, Trace, Saves, 1, 2, 136, 184>;
 // A thread of its math warps holds 128 sums and 64 partial sums, and reads what else it needs of a tile from
 // the record, which it therefore keeps while the scheduler writes the next.
 template <int Stages, bool Trace>
-using QuantisedBackwardConfig =
+using QuantizedBackwardConfig =
     LayerConfig<Stages, Trace, false, 2, 2, 88, 208, layout::LayerForm::kFp8Backward>;
 
 // With the weights' gradients in e4m3 too.
 template <int Stages, bool Trace>
-using QuantisedGradientsConfig =
+using QuantizedGradientsConfig =
     LayerConfig<Stages, Trace, false, 2, 2, 88, 208, layout::LayerForm::kFp8Gradients>;
 
 enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient, kTransposeTile };

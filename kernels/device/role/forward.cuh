@@ -6,7 +6,7 @@
 #include "device/role/layer_combine.cuh"
 #include "device/role/layer_pull.cuh"
 #include "device/role/layer_tables.cuh"
-#include "device/role/quantised_math.cuh"
+#include "device/role/quantized_math.cuh"
 
 namespace mega_moe::device {
 
@@ -45,8 +45,8 @@ __device__ __forceinline__ void run_forward(const ForwardParams& p, std::byte* r
         ptx::grow_registers<C::kMathRegisters>();
         Tracer<C::kTrace> tracer(p.trace, warp < 8 ? TraceRole::kMath0 : TraceRole::kMath1,
                                  ptx::thread_id() % 128 == 0);
-        if constexpr (C::kQuantised)
-            multiply_quantised_tiles<C>(p, shared, tracer);
+        if constexpr (C::kQuantized)
+            multiply_quantized_tiles<C>(p, shared, tracer);
         else
             multiply_tiles<C>(p, shared, tracer);
         Combiner<C>(p, epoch).run(tracer);

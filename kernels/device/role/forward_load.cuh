@@ -5,7 +5,7 @@
 #include "device/ptx/fence.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/role/forward_schedule.cuh"
-#include "device/role/quantised_stages.cuh"
+#include "device/role/quantized_stages.cuh"
 #include "layout/scale_runs.h"
 
 namespace mega_moe::device {
@@ -55,12 +55,12 @@ __device__ __forceinline__ void load_tiles(const ForwardParams& p, const LayerSh
             const std::uint32_t full = shared.full(stage.at);
             const int k = k_block * C::kBlockK;
             ptx::mbarrier_wait(shared.empty(stage.at), stage.parity ^ 1);
-            const bool x_scaled = C::kQuantised && !down && k_block % layout::kScaleBlocks == 0;
-            const bool h_scaled = C::kQuantised && down;
+            const bool x_scaled = C::kQuantized && !down && k_block % layout::kScaleBlocks == 0;
+            const bool h_scaled = C::kQuantized && down;
             ptx::mbarrier_arrive_expect(full, (loads_weights ? C::kStageBytes : C::kBytesA) +
                                                   (x_scaled ? layout::kXScaleBytes : 0) +
                                                   (h_scaled ? layout::kRowScaleBytes : 0));
-            if constexpr (C::kQuantised)
+            if constexpr (C::kQuantized)
                 load_column_scales(shared, stage.at, column_scales.first++, column_scales.second++);
             // The buffer's last scale factors were those of k-blocks whose stages are all released.
             if (x_scaled) {

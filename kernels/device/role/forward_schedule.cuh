@@ -20,7 +20,7 @@ using ForwardConfig = LayerConfig<Stages, Trace, Saves, layout::kTileRing, 1, 13
 
 // A thread of its math warps holds 128 sums and 64 partial sums.
 template <int Stages, bool Trace>
-using QuantisedForwardConfig =
+using QuantizedForwardConfig =
     LayerConfig<Stages, Trace, false, layout::kTileRing, 1, 88, 208, layout::LayerForm::kFp8Forward>;
 
 // What the scheduler tells the other warps of its CTA of a tile.

@@ -7,7 +7,7 @@
 namespace mega_moe::device {
 
 // What a pass over the tokens of a chunk does: bring whole rows to all slots of a token; or, where they are
-// quantised as they arrive, first the codes to all slots and the row to one, then the row from there to the
+// quantized as they arrive, first the codes to all slots and the row to one, then the row from there to the
 // others. Products of e4m3 wait for the codes, sums over rows for what is twice as long and read much later.
 enum class PullPass { kWhole, kCodes, kSpread };
 

@@ -15,15 +15,15 @@ struct MovedRows {
     std::int64_t staged;    // offset of the rank's copy in each symmetric buffer
 };
 
-// Where rows that are quantised on arrival go besides.
+// Where rows that are quantized on arrival go besides.
 struct ArrivedCodes {
     std::byte* codes;  // e4m3, by slot
     float* scales;     // [rows / 128][hidden / 128][128]: so a tile's of one k-block are one run
 };
 
-// The same of an only rank's tokens, which it quantises before it routes: by token, and in its order.
+// The same of an only rank's tokens, which it quantizes before it routes: by token, and in its order.
 struct OwnCodes {
-    std::byte* codes;  // e4m3 [num_tokens, hidden]; null: rows are quantised on arrival
+    std::byte* codes;  // e4m3 [num_tokens, hidden]; null: rows are quantized on arrival
     float* scales;     // [num_tokens, hidden / 128]
 };
 
@@ -58,10 +58,10 @@ struct LayerParams {
     std::int32_t intermediate;
     std::int32_t first_per_warp;  // tokens that each warp copies before the roles part
     float clamp;                  // +inf: none
-    ScaleRounding rounding;       // of all that the kernel quantises
+    ScaleRounding rounding;       // of all that the kernel quantizes
     std::uint32_t delay_seed;     // 0: none; else pauses in the communication roles, for tests
     bool returns_rows;            // sums are wanted, on all ranks alike
-    bool spreads_rows;  // where rows are quantised as they arrive: sums over rows read them in bf16 too
+    bool spreads_rows;  // where rows are quantized as they arrive: sums over rows read them in bf16 too
     layout::TraceBuffer trace;
 };
 

@@ -10,9 +10,9 @@
 #include "device/role/layer_shared.cuh"
 #include "device/role/layer_source.cuh"
 #include "device/role/own_rows.cuh"
-#include "device/role/quantise_arrived.cuh"
-#include "device/role/quantise_rows_of.cuh"
-#include "device/role/quantised_pull.cuh"
+#include "device/role/quantize_arrived.cuh"
+#include "device/role/quantize_rows_of.cuh"
+#include "device/role/quantized_pull.cuh"
 
 // Dispatch: rows of x, and of dy in the backward, from their ranks into the pools, each token once, whatever
 // number of experts it has here.
@@ -81,7 +81,7 @@ class Puller {
     // Some buffers take stores while the others load.
     static constexpr int kStoring = C::kPullBuffers > 3 ? 2 : 1;
     static constexpr int kAhead = C::kPullBuffers - kStoring;
-    static constexpr PullPass kPass = C::kQuantisesRows ? PullPass::kSpread : PullPass::kWhole;
+    static constexpr PullPass kPass = C::kQuantizesRows ? PullPass::kSpread : PullPass::kWhole;
 
     // Whether the first slot of a token has the row already, which this CTA has brought there.
     __device__ __forceinline__ bool first_has_row() const {
@@ -145,7 +145,7 @@ class Puller {
         ++uncounted_;
     }
     __device__ __forceinline__ void count() {
-        if constexpr (C::kQuantisesRows) {
+        if constexpr (C::kQuantizesRows) {
             ptx::fence_proxy_async_global();
             __syncwarp();
         }
@@ -222,10 +222,10 @@ __device__ __forceinline__ void copy_first_rows(const LayerParams& p, std::uint6
     const auto ctas = static_cast<int>(ptx::num_ctas());
     const int first = warp * ctas + static_cast<int>(ptx::cta_id());
     const int step = C::kThreads / 32 * ctas;
-    if constexpr (C::kQuantisesRows) {
+    if constexpr (C::kQuantizesRows) {
         RowRun run;
         if (!has_own_codes(p))
-            QuantisedRowsOf<C, 2 * kQuad>(p, view).quantise(TokensInOrder(p, view, first, step),
+            QuantizedRowsOf<C, 2 * kQuad>(p, view).quantize(TokensInOrder(p, view, first, step),
                                                             p.first_per_warp);
         else if (RunsInOrder(p.route, 0, first, step).next(run))
             copy_run(p, view, run);
@@ -234,7 +234,7 @@ __device__ __forceinline__ void copy_first_rows(const LayerParams& p, std::uint6
     }
 }
 
-// A communication warp, where an only rank has quantised its tokens: its share of a chunk's rows. Both take
+// A communication warp, where an only rank has quantized its tokens: its share of a chunk's rows. Both take
 // half of the first chunk, the only one whose rows tiles wait for, and which waits for nothing: to pull a
 // later one may need what the second is to send.
 template <class C>
@@ -266,18 +266,18 @@ __device__ __forceinline__ void pull_rows(const LayerParams& p, const LayerShare
     const auto ctas = static_cast<int>(ptx::num_ctas());
     bool lost = false;
     tracer.start();
-    std::conditional_t<C::kMovesE4m3, QuantisedPuller<C>, Puller<C>> puller(p, shared);
+    std::conditional_t<C::kMovesE4m3, QuantizedPuller<C>, Puller<C>> puller(p, shared);
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
         await_free_chunk(p, epoch, chunk, lost);
         prepare(chunk, lost);
         tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
         const ChunkView view = view_chunk(p, chunk);
         int first = cta + (chunk == 0 ? first_copied<C>(p) : 0);
-        if constexpr (C::kQuantisesRows) {
+        if constexpr (C::kQuantizesRows) {
             if (has_own_codes(p))
                 copy_runs<C>(p, chunk, 0, tracer);
             else
-                QuantisedRowsOf<C, kQuad>(p, view).quantise(TokensInOrder(p, view, first, ctas),
+                QuantizedRowsOf<C, kQuad>(p, view).quantize(TokensInOrder(p, view, first, ctas),
                                                             view.residents);
             if (!p.spreads_rows) continue;
             first = cta;

@@ -28,11 +28,11 @@ struct LayerConfig {
     static_assert(kCommRegisters + 2 * kMathRegisters <= 504, "registers at launch");
     static constexpr int kSumLoads = kCommRegisters > 100 ? 8 : 4;
 
-    static constexpr bool kQuantised = Form != layout::LayerForm::kBf16;  // products are of e4m3
+    static constexpr bool kQuantized = Form != layout::LayerForm::kBf16;  // products are of e4m3
     static constexpr bool kMovesE4m3 = Form == layout::LayerForm::kFp8Forward;
-    static constexpr bool kQuantisesGradients = Form == layout::LayerForm::kFp8Gradients;
-    static constexpr bool kQuantisesRows = Form == layout::LayerForm::kFp8Backward || kQuantisesGradients;
-    static constexpr int kElementBytes = kQuantised ? 1 : 2;  // of the operands of products
+    static constexpr bool kQuantizesGradients = Form == layout::LayerForm::kFp8Gradients;
+    static constexpr bool kQuantizesRows = Form == layout::LayerForm::kFp8Backward || kQuantizesGradients;
+    static constexpr int kElementBytes = kQuantized ? 1 : 2;  // of the operands of products
     static constexpr int kMovedBytes = kMovesE4m3 ? 1 : 2;    // of an element of the rows that travel
     static constexpr int kBlockK = 128 / kElementBytes;       // one row of the swizzle
     static constexpr int kBytesA = layout::kStageBytesA;
@@ -67,7 +67,7 @@ struct LayerShared {
     __device__ __forceinline__ std::uint32_t pull_buffer(int i) const {
         return base + C::kAt.pull + i * C::kPullBytes;
     }
-    // Scale factors, in a quantised layer alone.
+    // Scale factors, in a quantized layer alone.
     __device__ __forceinline__ std::uint32_t x_scales(int buffer) const {
         return base + C::kAt.x_scales + buffer * layout::kXScaleBytes;
     }
@@ -78,7 +78,7 @@ struct LayerShared {
         return base + C::kAt.column_scales + stage * layout::kColumnScaleBytes;
     }
     __device__ __forceinline__ std::uint32_t store_scales(int warp) const {
-        if constexpr (C::kQuantisesGradients) return store_buffer(warp) + layout::kStoreBytes / 2;
+        if constexpr (C::kQuantizesGradients) return store_buffer(warp) + layout::kStoreBytes / 2;
         return base + C::kAt.store_scales + warp * layout::kStoreScaleBytes;
     }
     // Of gradients in e4m3 alone.
@@ -121,7 +121,7 @@ struct LayerShared {
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < C::kStages; ++i) {
             // Scale factors of columns come by a copy that counts by itself.
-            ptx::mbarrier_init(full(i), C::kQuantised ? 2 : 1);
+            ptx::mbarrier_init(full(i), C::kQuantized ? 2 : 1);
             // The warps that read the stage, of both CTAs: the loads of either fill both.
             ptx::mbarrier_init(empty(i), layout::kMathWarps * C::kClusterSize);
         }

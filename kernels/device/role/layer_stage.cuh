@@ -6,7 +6,7 @@
 #include "device/ptx/ordered_memory.cuh"
 #include "device/ptx/special_registers.cuh"
 #include "device/role/layer_params.h"
-#include "device/role/stage_quantise.cuh"
+#include "device/role/stage_quantize.cuh"
 #include "layout/staging.h"
 
 namespace mega_moe::device {
@@ -28,9 +28,9 @@ __device__ __forceinline__ void copy_block(const std::byte* from, std::byte* to,
     }
 }
 
-// All threads: this CTA's share of some rows. What is quantised next is on its way meanwhile.
+// All threads: this CTA's share of some rows. What is quantized next is on its way meanwhile.
 template <int Threads>
-__device__ __forceinline__ void quantise_share(const QuantisedRows& rows, std::uint32_t share,
+__device__ __forceinline__ void quantize_share(const QuantizedRows& rows, std::uint32_t share,
                                                std::uint32_t shares) {
     constexpr std::uint32_t kTile = Threads / 32 * kGroupsPerWarp;
     const std::uint32_t step = shares * kTile;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void quantise_share(const QuantisedRows& rows, std::u
     for (; group < rows.num_groups; group += step) {
         uint4 next[kQuad];
         load_groups(rows, group + step, next);
-        quantise_groups(rows, group, v);
+        quantize_groups(rows, group, v);
 #pragma unroll
         for (int i = 0; i < kQuad; ++i)
             v[i] = next[i];
@@ -49,7 +49,7 @@ __device__ __forceinline__ void quantise_share(const QuantisedRows& rows, std::u
 }
 
 // The groups of an own run of tokens, and where their codes and scale factors are staged.
-__device__ __forceinline__ QuantisedRows staged_groups(const LayerParams& p, std::int64_t first, int tokens) {
+__device__ __forceinline__ QuantizedRows staged_groups(const LayerParams& p, std::int64_t first, int tokens) {
     const Endpoint& e = p.route.endpoint;
     const std::int64_t groups = p.hidden / layout::kQuantGroup;
     return {p.moved[0].from + first * p.hidden * 2,
@@ -59,7 +59,7 @@ __device__ __forceinline__ QuantisedRows staged_groups(const LayerParams& p, std
 }
 
 // All threads: this CTA's blocks of what travels into the symmetric buffer, where the other ranks find them,
-// and a flag to every rank for each. Nothing to copy when the caller's rows lie there already. A quantised
+// and a flag to every rank for each. Nothing to copy when the caller's rows lie there already. A quantized
 // layer's rows come by way of the buffer with one rank too, and where there is no place that they come from,
 // their codes and scale factors lie in it already.
 template <class C>
@@ -68,13 +68,13 @@ __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t e
     if (e.num_ranks == 1) {
         if constexpr (C::kMovesE4m3) {
             if (p.moved[0].from != nullptr)
-                quantise_share<C::kThreads>(staged_groups(p, 0, p.route.num_tokens), ptx::cta_id(),
+                quantize_share<C::kThreads>(staged_groups(p, 0, p.route.num_tokens), ptx::cta_id(),
                                             ptx::num_ctas());
             ptx::fence_proxy_async_global();
         }
-        if constexpr (C::kQuantisesRows)
+        if constexpr (C::kQuantizesRows)
             for (int i = 0; i < 2; ++i)
-                quantise_share<C::kThreads>(
+                quantize_share<C::kThreads>(
                     {p.moved[i].from, p.own[i].codes, p.own[i].scales,
                      static_cast<std::uint32_t>(p.route.num_tokens * (p.hidden / layout::kQuantGroup)),
                      p.rounding},
@@ -89,7 +89,7 @@ __device__ __forceinline__ void stage_rows(const LayerParams& p, std::uint64_t e
         const int tokens = min(layout::kBlockTokens, p.route.num_tokens - first);
         if constexpr (C::kMovesE4m3) {
             if (p.moved[0].from != nullptr)
-                quantise_share<C::kThreads>(staged_groups(p, first, tokens), 0, 1);
+                quantize_share<C::kThreads>(staged_groups(p, first, tokens), 0, 1);
         } else {
 #pragma unroll
             for (int i = 0; i < C::kMoved; ++i)

@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t amax_of_vector(uint4 v) {
 }
 
 // The codes, the lowest address in the low byte.
-__device__ __forceinline__ uint2 quantise_vector(uint4 v, float high, float low) {
+__device__ __forceinline__ uint2 quantize_vector(uint4 v, float high, float low) {
     const auto quotient = [&](float x) { return divide_by_scale(x, high, low); };
     const auto four = [&](uint32_t a, uint32_t b) {
         return ptx::convert_e4m3x4(quotient(ptx::low_bf16(a)), quotient(ptx::high_bf16(a)),

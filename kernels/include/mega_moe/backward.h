@@ -15,7 +15,7 @@ struct BackwardProblem {
     const void* dy;         // bf16 [num_tokens, hidden]
     const void* w_gate_up;  // bf16 [num_local, 2 * intermediate, hidden], gate first
     const void* w_down;     // bf16 [num_local, hidden, intermediate]
-    // Where the shape's backward is quantised: w_gate_up and these are e4m3, and w_down is not read.
+    // Where the shape's backward is quantized: w_gate_up and these are e4m3, and w_down is not read.
     const void* w_gate_up_transposed;  // [num_local, hidden, 2 * intermediate]
     const void* w_down_transposed;     // [num_local, intermediate, hidden]
     const float* gate_up_scales;       // of each 128 x 128, as of the weights that are not transposed:
@@ -30,7 +30,7 @@ struct BackwardProblem {
     std::int64_t saved_rows;   // as in the forward; 0: gate and up are computed again
     float clamp;               // of gate and up; +inf: none
     std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
-    bool power_of_two;         // if quantised: round scale factors of x, dy and dz up to one
+    bool power_of_two;         // if quantized: round scale factors of x, dy and dz up to one
     bool needs_dx;
     bool needs_dtopk;
     bool gradients_are_fp32;  // of the weights

@@ -14,12 +14,12 @@ struct RouteShape {
     std::int64_t intermediate;  // 0: tables alone, no pools
     std::int64_t num_ranks;
     std::int64_t pool_rows;   // padded rows of one of the pools
-    bool quantise;            // x is staged as e4m3
+    bool quantize;            // x is staged as e4m3
     bool home;                // with home slots
     bool canaries;            // with untouched bytes between parts
     bool backward;            // with what the backward needs besides
-    bool quantise_backward;   // and what the backward in fp8 needs beside that
-    bool quantise_gradients;  // with weights' gradients in fp8 too
+    bool quantize_backward;   // and what the backward in fp8 needs beside that
+    bool quantize_gradients;  // with weights' gradients in fp8 too
 };
 
 struct NamedPart {

@@ -17,9 +17,9 @@ struct StagingOffsets {
 };
 
 StagingOffsets staging_offsets(std::int64_t max_tokens, std::int64_t top_k, std::int64_t hidden,
-                               bool quantise) noexcept;
+                               bool quantize) noexcept;
 
-// Copies a rank's tokens, expert ids and routing weights into its staging area; with `quantise`, x becomes
+// Copies a rank's tokens, expert ids and routing weights into its staging area; with `quantize`, x becomes
 // e4m3 with one fp32 scale factor per 1x128. All pointers are device addresses on `device`; extents are
 // checked by the caller.
 struct StageProblem {
@@ -34,7 +34,7 @@ struct StageProblem {
     std::int64_t num_experts;
     bool idx_is_64_bit;
     bool weights_are_bf16;
-    bool quantise;
+    bool quantize;
     bool power_of_two;  // round scale factors up to one
     int device;
     void* stream;  // cudaStream_t

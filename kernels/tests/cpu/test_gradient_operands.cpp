@@ -102,13 +102,13 @@ void test_tiles() {
 // The pools are last, so that nothing moves that another form knows of, but for those that hold codes
 // instead of bf16.
 void test_pools() {
-    for (const bool quantise : {false, true}) {
+    for (const bool quantize : {false, true}) {
         layout::WorkspaceShape w{256, 4, 8, 2, 1024, 1024, 768, true, false};
-        w.quantise = quantise;
-        w.quantise_backward = true;
+        w.quantize = quantize;
+        w.quantize_backward = true;
         const auto plain = layout::make_workspace(w);
         const std::int64_t counters = w.counters();
-        w.quantise_gradients = true;
+        w.quantize_gradients = true;
         const auto codes = layout::make_workspace(w);
         CHECK(w.counter_of_transposed() == counters &&
                   w.counters() == counters + layout::num_row_blocks(w.max_slots()),
@@ -120,7 +120,7 @@ void test_pools() {
             "codes of x and dy");
         CHECK(bytes(layout::kDzPool) == rows * 2 * 768, "codes of dz");
         // The forward keeps h there in its own dtype.
-        CHECK(bytes(layout::kHPool) == rows * 768 * (quantise ? 1 : 2), "codes of h");
+        CHECK(bytes(layout::kHPool) == rows * 768 * (quantize ? 1 : 2), "codes of h");
         CHECK(bytes(layout::kGradientScalePool) == rows / kEdge * w.gradient_scales().length() * 4,
               "scale factors");
         for (const int part : {layout::kXPool, layout::kDyPool, layout::kOPool, layout::kDzCodePool})

@@ -97,21 +97,21 @@ void test_work() {
 }
 
 // Of a layer whose x and h are e4m3.
-void test_quantised() {
+void test_quantized() {
     for (const bool backward : {false, true}) {
         layout::SymmetricShape s = symmetric(1);
         s.backward = backward;
         const std::int64_t plain = layout::make_symmetric(s).parts[layout::kStaging].bytes;
-        s.quantise = true;
-        const std::int64_t quantised = layout::make_symmetric(s).parts[layout::kStaging].bytes;
-        CHECK(backward ? quantised == plain : quantised < plain * 3 / 5, "%lld of %lld bytes are staged",
-              static_cast<long long>(quantised), static_cast<long long>(plain));
+        s.quantize = true;
+        const std::int64_t quantized = layout::make_symmetric(s).parts[layout::kStaging].bytes;
+        CHECK(backward ? quantized == plain : quantized < plain * 3 / 5, "%lld of %lld bytes are staged",
+              static_cast<long long>(quantized), static_cast<long long>(plain));
 
         layout::WorkspaceShape w = workspace(1, whole_pool(1));
         w.intermediate = 768;
         w.backward = backward;
         const auto of_bf16 = layout::make_workspace(w);
-        w.quantise = true;
+        w.quantize = true;
         const auto of_e4m3 = layout::make_workspace(w);
         check_parts(of_e4m3, false);
         const std::int64_t rows = w.pools() * w.pool_rows;
@@ -122,17 +122,17 @@ void test_quantised() {
         CHECK(of_e4m3.parts[layout::kXScalePool].bytes == rows * kHidden / 128 * 4, "scale factors of x");
         CHECK(of_e4m3.parts[layout::kHScalePool].bytes == rows * 768 / 128 * 4, "scale factors of h");
         CHECK(of_bf16.parts[layout::kXScalePool].bytes == 0 && of_bf16.parts[layout::kHScalePool].bytes == 0,
-              "scale factors without quantisation");
+              "scale factors without quantization");
     }
 }
 
 // The backward in fp8 has its pools last: nothing moves that the forward, or one in bf16, knows of.
-void test_quantised_backward() {
-    for (const bool quantise : {false, true}) {
+void test_quantized_backward() {
+    for (const bool quantize : {false, true}) {
         layout::WorkspaceShape w{256, 4, 8, 2, 1024, 1024, 768, true, false};
-        w.quantise = quantise;
+        w.quantize = quantize;
         const auto plain = layout::make_workspace(w);
-        w.quantise_backward = true;
+        w.quantize_backward = true;
         const auto wide = layout::make_workspace(w);
         for (int part = 0; part <= layout::kXScalePool; ++part)
             CHECK(wide[part] == plain[part], "part %d lies at %lld", part,
@@ -243,8 +243,8 @@ void test_layouts() {
             check_parts(layout::make_workspace(w), canaries);
         }
     }
-    test_quantised();
-    test_quantised_backward();
+    test_quantized();
+    test_quantized_backward();
     test_scale_runs();
     test_shared();
     test_scale_buffers();

@@ -21,17 +21,17 @@ static_assert(make_staging(16384, 8, 2048, true).total == 35389696);
 }  // namespace
 
 void test_staging() {
-    for (const bool quantise : {false, true})
+    for (const bool quantize : {false, true})
         for (const int tokens : {1, 7, 129, 4096})
             for (const int top_k : {1, 3, 16})
                 for (const int hidden : {128, 640, 7168}) {
-                    const auto s = make_staging(tokens, top_k, hidden, quantise);
+                    const auto s = make_staging(tokens, top_k, hidden, quantize);
                     const struct {
                         const char* name;
                         std::int64_t start, end, bytes;
                     } parts[] = {
-                        {"x", s.x, s.x_sf, std::int64_t{tokens} * hidden * (quantise ? 1 : 2)},
-                        {"x_sf", s.x_sf, s.topk_idx, quantise ? std::int64_t{tokens} * hidden / 128 * 4 : 0},
+                        {"x", s.x, s.x_sf, std::int64_t{tokens} * hidden * (quantize ? 1 : 2)},
+                        {"x_sf", s.x_sf, s.topk_idx, quantize ? std::int64_t{tokens} * hidden / 128 * 4 : 0},
                         {"topk_idx", s.topk_idx, s.topk_weights, std::int64_t{tokens} * top_k * 2},
                         {"topk_weights", s.topk_weights, s.error, std::int64_t{tokens} * top_k * 4},
                         {"error", s.error, s.total, kErrorWords * 4}};

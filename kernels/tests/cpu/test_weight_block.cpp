@@ -5,7 +5,7 @@
 #include "device/base/transpose_bytes.cuh"
 #include "layout/weight_block.h"
 
-// What the kernel that quantises weights does to a block between its loads and its stores.
+// What the kernel that quantizes weights does to a block between its loads and its stores.
 namespace {
 
 using namespace mega_moe::layout;

@@ -159,13 +159,13 @@ def _needed(request: Request) -> Iterator[tuple[str, str]]:
     """Kernels beside the routing, as (op, precision), without which the fused backend cannot serve ``request``."""
     yield "forward", request.forward_precision
     if request.forward_precision == "fp8":
-        yield "quantise_weights", "fp8"
+        yield "quantize_weights", "fp8"
     if request.backward_precision not in _STAND_INS:
         yield "backward", request.backward_precision
 
 
 def _called(op: str) -> str:
-    return {"quantise_weights": "weight-quantising"}.get(op, f"fused {op}")
+    return {"quantize_weights": "weight-quantizing"}.get(op, f"fused {op}")
 
 
 def _tiles(request: Request, variants: Sequence[Variant]) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
 def _backward(request: Request, fact: RankFacts) -> bool:
     precision = request.backward_precision
     return _holds(request.backward_op, precision, fact) and (
-        precision != "fp8" or _holds("quantise_weights", precision, fact)
+        precision != "fp8" or _holds("quantize_weights", precision, fact)
     )
 
 

@@ -29,7 +29,7 @@ class LayerExecutor(registry.Executor, Protocol):
 
     @property
     def given_codes(self) -> GivenCodes | None:
-        """The same layer on operands that the caller has quantised; None where no kernel reads them."""
+        """The same layer on operands that the caller has quantized; None where no kernel reads them."""
         ...
 
     def refuse(self, error: Exception, num_tokens: int) -> None:

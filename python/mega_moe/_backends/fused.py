@@ -36,11 +36,11 @@ class FusedExecutor:
         self._backward = backward
         # None where no kernel reads e4m3 weights.
         shape = kernels.shape
-        reads = shape.quantise or shape.quantise_backward
+        reads = shape.quantize or shape.quantize_backward
         self.weight_copies = (
-            WeightCopies(backward=shape.quantise_backward, power_of_two=power_of_two) if reads else None
+            WeightCopies(backward=shape.quantize_backward, power_of_two=power_of_two) if reads else None
         )
-        both = shape.quantise and shape.quantise_backward
+        both = shape.quantize and shape.quantize_backward
         self.given_codes = GivenCodes(kernels, power_of_two) if both else None
 
     def forward(
@@ -86,7 +86,7 @@ class FusedExecutor:
     def _as_read(self, weight: Tensor) -> Tensor | WeightCopy:
         """``weight`` as the forward kernel takes it."""
         copies = self.weight_copies
-        if copies is None or not self._kernels.shape.quantise:
+        if copies is None or not self._kernels.shape.quantize:
             return dense(weight)
         return copies.of(weight, codes=True, transposed=False)
 
@@ -150,7 +150,7 @@ class FusedExecutor:
         x, topk_idx, topk_weights, w_gate_up, w_down = inputs
         with self._kernels.telling_of_no_memory():
             copies = None
-            if self.weight_copies is not None and self._kernels.shape.quantise_backward:
+            if self.weight_copies is not None and self._kernels.shape.quantize_backward:
                 copies = (
                     self.weight_copies.of(w_gate_up, codes=True, transposed=True),
                     self.weight_copies.of(w_down, codes=False, transposed=True),

@@ -1,4 +1,4 @@
-"""The fused layer in fp8 on operands that the caller has quantised, where they lie."""
+"""The fused layer in fp8 on operands that the caller has quantized, where they lie."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mega_moe._backends.weight_copies import WeightCopy
 
 
 class Codes(NamedTuple):
-    """A quantised weight ``[E, N, K]``."""
+    """A quantized weight ``[E, N, K]``."""
 
     codes: Tensor  # e4m3 [E, N, K]
     scales: Tensor  # fp32 [E, N / 128, K / 128]

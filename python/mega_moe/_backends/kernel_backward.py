@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
 class KernelBackward:
     """The fused backward kernel on the memory of ``kernels``. Launches never wait for the device.
 
-    ``power_of_two``: in fp8 it rounds the scales of what it quantises up to powers of two.
+    ``power_of_two``: in fp8 it rounds the scales of what it quantizes up to powers of two.
     """
 
     def __init__(self, kernels: KernelRank, power_of_two: bool = False) -> None:
@@ -93,7 +93,7 @@ class KernelBackward:
             )
         else:
             gate_up, down = copies
-            op, form = "moe_backward_fp8", (shape.quantise, shape.quantise_gradients)
+            op, form = "moe_backward_fp8", (shape.quantize, shape.quantize_gradients)
             rounding = (self._power_of_two,)
             weights = (gate_up.codes, gate_up.transposed, gate_up.scales, down.transposed, down.scales)
         kernels.call(

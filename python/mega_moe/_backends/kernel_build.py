@@ -27,12 +27,12 @@ def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape
         request.num_ranks,
         intermediate=request.intermediate if fused else 0,
         pool_rows=pool_rows(request) if fused else 0,
-        quantise=fused and request.forward_precision == "fp8",
+        quantize=fused and request.forward_precision == "fp8",
         home=fused,
         canaries=env.debug(),
         backward=fused and backward,
-        quantise_backward=fused and backward and request.backward_precision == "fp8",
-        quantise_gradients=fused and backward and request.dw_precision == "fp8",
+        quantize_backward=fused and backward and request.backward_precision == "fp8",
+        quantize_gradients=fused and backward and request.dw_precision == "fp8",
     )
 
 

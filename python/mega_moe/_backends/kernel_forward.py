@@ -16,7 +16,7 @@ from mega_moe._ops import library
 class KernelForward:
     """The fused forward kernel on the memory of ``kernels``. Launches never wait for the device.
 
-    ``power_of_two``: in fp8 it rounds the scales of what it quantises up to powers of two.
+    ``power_of_two``: in fp8 it rounds the scales of what it quantizes up to powers of two.
     """
 
     def __init__(self, kernels: KernelRank, power_of_two: bool = False) -> None:

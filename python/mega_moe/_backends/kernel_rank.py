@@ -179,7 +179,7 @@ class KernelRank:
             shape.hidden,
             shape.intermediate,
             shape.pool_rows,
-            shape.quantise,
+            shape.quantize,
             shape.home,
             shape.canaries,
             shape.backward_form,

@@ -62,8 +62,8 @@ class PlainExecutor:
         w_down: Tensor,
         clamp: float | None,
     ) -> Tensor:
-        quantise = self.arithmetic.quantized_dispatch
-        staged, counts, _ = self._begin(_FORWARD, x, topk_idx, topk_weights, clamp, 0, quantise)
+        quantize = self.arithmetic.quantized_dispatch
+        staged, counts, _ = self._begin(_FORWARD, x, topk_idx, topk_weights, clamp, 0, quantize)
         arrived, tables = self._dispatch(staged, counts, staged.x)
         experts = Experts(w_gate_up, w_down, tables.receive.counts, clamp)
         o = self.arithmetic.forward(arrived, tables.weight, experts)
@@ -82,7 +82,7 @@ class PlainExecutor:
         dw_dtype: torch.dtype,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         mask = sum(1 << bit for bit, need in enumerate(needs) if need)
-        # Rows travel in the inputs' dtype: the weight gradients read them so, and quantising on arrival is the same.
+        # Rows travel in the inputs' dtype: the weight gradients read them so, and quantizing on arrival is the same.
         staged, counts, union = self._begin(_BACKWARD, x, topk_idx, topk_weights, clamp, mask, False)
         arrived, tables = self._dispatch(staged, counts, (*staged.x, dy))
         # A rank computes the rows' gradients for every rank that asked, the weights' for itself.
@@ -131,7 +131,7 @@ class PlainExecutor:
         topk_weights: Tensor,
         clamp: float | None,
         needs: int,
-        quantise: bool,
+        quantize: bool,
     ) -> tuple[Staged, Tensor, int]:
         """Stage the inputs and agree on the call -> staged, counts ``[R, E]`` on the CPU, union of needs."""
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -146,7 +146,7 @@ class PlainExecutor:
                 f"{self.request.max_tokens_per_rank}"
             )
             topk_idx, topk_weights, x = topk_idx[:0], topk_weights[:0], x[:0]
-        staged = self.stager.stage(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), quantise)
+        staged = self.stager.stage(x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous(), quantize)
         experts = self.request.num_experts
         counts = torch.bincount(staged.topk_idx.reshape(-1) + 1, minlength=experts + 1)[1:]
         *totals, flag, pair, value = torch.cat((counts, staged.bad)).tolist()  # the only wait for the device

@@ -182,7 +182,7 @@ def build_executor(
 def saved_rows(kernels: KernelRank | None, share: float) -> SavedRows:
     """Room for gate and up between the fused kernels of both directions; none where those do not serve the calls, or
     make gate and up in fp8."""
-    if kernels is None or not kernels.shape.backward or kernels.shape.quantise_backward:
+    if kernels is None or not kernels.shape.backward or kernels.shape.quantize_backward:
         return SavedRows(0, 0, 0, 0, 0)
     return SavedRows.of(kernels.shape, share)
 

@@ -1,4 +1,4 @@
-"""Blockwise e4m3 quantisation, bit for bit as the kernels do it.
+"""Blockwise e4m3 quantization, bit for bit as the kernels do it.
 
 scale = amax / 448 in fp32 (448 is the largest e4m3 number), 1 where that is zero; code = e4m3(value / scale), a true
 fp32 division, rounded to nearest even. A scale may be denormal, unless its reciprocal is wanted. NaN and Inf make
@@ -78,7 +78,7 @@ def gradient_product(
     power_of_two: bool = False,
     block_product: BlockProduct = exact_block_product,
 ) -> Tensor:
-    """fp32 ``[A, B] = rows^T columns`` of ``rows [M, A]`` and ``columns [M, B]``, both quantised along M.
+    """fp32 ``[A, B] = rows^T columns`` of ``rows [M, A]`` and ``columns [M, B]``, both quantized along M.
 
     Of blocks of 128 of the M, the last one filled up with zeros, ``rows`` has a scale for each column and ``columns``
     one for 128 columns, as the operands of `scaled_product` have. ``power_of_two`` rounds both.
@@ -93,7 +93,7 @@ def gradient_product(
 def scaled_product(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], block_product: BlockProduct = exact_block_product
 ) -> Tensor:
-    """fp32 ``[M, N] = a b^T`` of row-quantised ``a [M, K]`` and block-quantised ``b [N, K]``.
+    """fp32 ``[M, N] = a b^T`` of row-quantized ``a [M, K]`` and block-quantized ``b [N, K]``.
 
     Each 128 columns of K give a partial product, which is scaled and added to the fp32 sum by fused multiply-adds in
     ascending K: the promotion of the kernels.

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mega_moe._backends import quantize
+from mega_moe._backends.quantize import E4M3, quantize_rows
 from mega_moe._backends.swiglu import wide
 from mega_moe._base.types import SCALE_BLOCK
 from mega_moe._ops import library
@@ -34,7 +34,7 @@ class Staged(NamedTuple):
 class Stager(Protocol):
     name: str
 
-    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantise: bool) -> Staged: ...
+    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantize: bool) -> Staged: ...
 
 
 class TorchStager:
@@ -44,7 +44,7 @@ class TorchStager:
         self._num_experts = num_experts
         self.power_of_two = power_of_two
 
-    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantise: bool) -> Staged:
+    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantize: bool) -> Staged:
         ids = topk_idx.to(torch.int64)
         wrong = (ids < -1) | (ids >= self._num_experts)
         if ids.numel():
@@ -52,7 +52,7 @@ class TorchStager:
             bad = torch.stack((wrong.any().to(torch.int64), pair, ids.reshape(-1)[pair]))
         else:
             bad = ids.new_zeros(3)
-        payload = quantize.quantize_rows(x, self.power_of_two) if quantise else (x,)
+        payload = quantize_rows(x, self.power_of_two) if quantize else (x,)
         return Staged(payload, ids.masked_fill(wrong, -1), topk_weights.to(wide(x.dtype)), bad)
 
 
@@ -75,21 +75,21 @@ class KernelStager:
         self._hidden = hidden
 
     @staticmethod
-    def nbytes(max_tokens: int, top_k: int, hidden: int, quantise: bool) -> int:
-        return int(library.require().staging_layout(max_tokens, top_k, hidden, quantise)[-1])
+    def nbytes(max_tokens: int, top_k: int, hidden: int, quantize: bool) -> int:
+        return int(library.require().staging_layout(max_tokens, top_k, hidden, quantize)[-1])
 
-    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantise: bool) -> Staged:
+    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantize: bool) -> Staged:
         if x.dtype != torch.bfloat16:
-            return self._plain.stage(x, topk_idx, topk_weights, quantise)
+            return self._plain.stage(x, topk_idx, topk_weights, quantize)
         ops = library.require()
         tokens, width = x.shape[0], self._hidden
         address, size = self._memory.data_ptr(), self._memory.numel()
-        power_of_two = quantise and self._plain.power_of_two
+        power_of_two = quantize and self._plain.power_of_two
         sizes = address, size, self._max_tokens, self._num_experts
-        ops.stage(x, topk_idx, topk_weights, *sizes, quantise, power_of_two)
-        at = ops.staging_layout(self._max_tokens, self._top_k, width, quantise)
-        if quantise:
-            codes = self._view(at[0], quantize.E4M3, (tokens, width))
+        ops.stage(x, topk_idx, topk_weights, *sizes, quantize, power_of_two)
+        at = ops.staging_layout(self._max_tokens, self._top_k, width, quantize)
+        if quantize:
+            codes = self._view(at[0], E4M3, (tokens, width))
             payload: tuple[Tensor, ...] = (
                 codes,
                 self._view(at[1], torch.float32, (tokens, width // SCALE_BLOCK)),

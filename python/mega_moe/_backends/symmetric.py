@@ -32,12 +32,12 @@ class Shape:
     intermediate: int = field(default=0, kw_only=True)
     num_ranks: int
     pool_rows: int = 0
-    quantise: bool = False
+    quantize: bool = False
     home: bool = False
     canaries: bool = False
     backward: bool = False  # with what the fused backward needs besides
-    quantise_backward: bool = False  # and what that needs in fp8
-    quantise_gradients: bool = False  # with the weights' gradients in fp8 too
+    quantize_backward: bool = False  # and what that needs in fp8
+    quantize_gradients: bool = False  # with the weights' gradients in fp8 too
 
     @property
     def num_local_experts(self) -> int:
@@ -46,7 +46,7 @@ class Shape:
     @property
     def backward_form(self) -> int:
         """As the operators take it: 0 without a backward, 1 with one in bf16, 2 in fp8, 3 with dW in fp8 too."""
-        forms = self.backward, self.quantise_backward, self.quantise_gradients
+        forms = self.backward, self.quantize_backward, self.quantize_gradients
         return forms.index(False) if False in forms else len(forms)
 
     def chunk_limits(self) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class Shape:
             self.intermediate,
             self.num_ranks,
             self.pool_rows,
-            self.quantise,
+            self.quantize,
             self.home,
             self.canaries,
             self.backward_form,

@@ -116,7 +116,7 @@ class WeightCopies:
         plain = torch.empty((experts, rows, columns) if codes else 0, dtype=E4M3, device=device)
         turned = torch.empty((experts, columns, rows) if transposed else 0, dtype=E4M3, device=device)
         scales = torch.empty(experts, rows // SCALE_BLOCK, columns // SCALE_BLOCK, device=device)
-        library.require().quantise_weights(dense(weight), plain, turned, scales, self._power_of_two)
+        library.require().quantize_weights(dense(weight), plain, turned, scales, self._power_of_two)
         return WeightCopy(plain if codes else None, turned if transposed else None, scales)
 
     def _drop_freed(self) -> None:
@@ -133,7 +133,7 @@ def copies_nbytes(num_experts: int, rows: int, columns: int, *, copies: int) -> 
 
 def _can_keep(weight: Tensor) -> bool:
     # A parameter has a life of its own; anything else, as a cast or ``.data``, may be an alias that shows nothing of
-    # what happens to the parameter. A graph that is replayed must quantise what it then finds.
+    # what happens to the parameter. A graph that is replayed must quantize what it then finds.
     if not isinstance(weight, torch.nn.Parameter) or weight.is_inference():
         return False
     return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())

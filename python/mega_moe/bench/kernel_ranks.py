@@ -149,11 +149,11 @@ class KernelRanks:
             intermediate=shape.intermediate,
             num_ranks=count,
             pool_rows=pool_rows(request),
-            quantise=request.forward_precision == "fp8",
+            quantize=request.forward_precision == "fp8",
             home=True,
             backward=options.direction == "backward" or options.saved > 0,
-            quantise_backward=options.direction == "backward" and request.backward_precision == "fp8",
-            quantise_gradients=options.direction == "backward" and request.dw_precision == "fp8",
+            quantize_backward=options.direction == "backward" and request.backward_precision == "fp8",
+            quantize_gradients=options.direction == "backward" and request.dw_precision == "fp8",
         )
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         # Clusters are pairs; a trace has a place for every CTA.

@@ -98,7 +98,7 @@ class CeilingRow:
 
 @dataclass(frozen=True)
 class StageRow:
-    """The staging operation: x, ids and weights copied into a rank's buffer; the fp8 form quantises x."""
+    """The staging operation: x, ids and weights copied into a rank's buffer; the fp8 form quantizes x."""
 
     kind: Literal["stage"]
     form: Literal["bf16", "fp8"]

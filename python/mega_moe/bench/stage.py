@@ -1,4 +1,4 @@
-"""The staging operation against the device copy: x, ids and weights into a rank's buffer; the fp8 form quantises x."""
+"""The staging operation against the device copy: x, ids and weights into a rank's buffer; the fp8 form quantizes x."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class _StageCall:
     def __init__(self, shape: StageShape, form: Form, context: Context) -> None:
         self._shape, self._form = shape, form
         ops = torch.ops.mega_moe_kernels
-        quantise = form == "fp8"
-        self._layout = ops.staging_layout(shape.tokens, shape.top_k, shape.hidden, quantise)
+        quantize = form == "fp8"
+        self._layout = ops.staging_layout(shape.tokens, shape.top_k, shape.hidden, quantize)
         device, slots = context.device, (shape.tokens, shape.top_k)
         self._buffer = torch.empty(self._layout[5], dtype=torch.uint8, device=device)
         self._xs = [
@@ -100,7 +100,7 @@ class _StageCall:
                 total,
                 shape.tokens,
                 shape.num_experts,
-                quantise,
+                quantize,
                 False,
             )
 

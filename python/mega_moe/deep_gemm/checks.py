@@ -56,7 +56,7 @@ def check_weights(buffer: SymmBuffer, l1: Tensor, l2: Tensor) -> None:
 
 
 def check_pair(name: str, pair: Any, buffer: SymmBuffer, rows: int, columns: int) -> None:
-    """A quantised weight of every expert of this rank: codes ``[E_local, rows, columns]`` and its scales."""
+    """A quantized weight of every expert of this rank: codes ``[E_local, rows, columns]`` and its scales."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         got = f"{len(pair)} of them" if isinstance(pair, (tuple, list)) else type(pair).__name__
         raise TypeError(f"{name}: got {got}, want a pair of tensors (e4m3 codes, fp32 scales)")

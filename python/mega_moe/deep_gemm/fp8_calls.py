@@ -99,7 +99,7 @@ def fp8_mega_moe_backward(
 ) -> None:
     """Overwrites all four gradients of the call whose ids and weights are in the buffer.
 
-    x and dy come in bf16, since the weights' gradients read them so, and are quantised by the kernel. The call leaves
+    x and dy come in bf16, since the weights' gradients read them so, and are quantized by the kernel. The call leaves
     nothing of use in the buffer's x and x_sf.
 
     Args:
@@ -150,7 +150,7 @@ def fp8_mega_moe_backward(
 def _given_codes(sym_buffer: SymmBuffer, name: str) -> GivenCodes:
     given = sym_buffer.moe.given_codes
     if given is None:
-        told = f"{name}: backend {sym_buffer.moe.backend} quantises by itself and reads no given scales"
+        told = f"{name}: backend {sym_buffer.moe.backend} quantizes by itself and reads no given scales"
         reasons = "; ".join(sym_buffer.moe.explanation.verdict("fused").reasons)
         raise BackendRefusedError(f"{told}{f'; fused: {reasons}' if reasons else ''}")
     return given

@@ -91,15 +91,15 @@ class SymmBuffer:
         self.num_topk = num_topk
         self.hidden = hidden
         self.intermediate_hidden = intermediate_hidden
-        quantised = mma_type == "fp8xfp8"
+        quantized = mma_type == "fp8xfp8"
         given = self.moe.given_codes
         parts: dict[str, tuple[torch.dtype, int]] = {
             "topk_idx": (torch.int64, num_topk),
             "topk_weights": (torch.float32, num_topk),
         }
         if given is None:
-            parts["x"] = (torch.float8_e4m3fn if quantised else torch.bfloat16, hidden)
-            parts["x_sf"] = (torch.float32, hidden // SCALE_BLOCK if quantised else 0)
+            parts["x"] = (torch.float8_e4m3fn if quantized else torch.bfloat16, hidden)
+            parts["x_sf"] = (torch.float32, hidden // SCALE_BLOCK if quantized else 0)
         sizes = {
             name: num_max_tokens_per_rank * width * dtype.itemsize for name, (dtype, width) in parts.items()
         }

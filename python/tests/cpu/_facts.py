@@ -8,7 +8,7 @@ from mega_moe._backends.facts import RankFacts, Variant
 from mega_moe._backends.request import Request
 
 ROUTE = Variant("route", "90a", "none")
-QUANTISE_WEIGHTS = Variant("quantise_weights", "90a", "fp8")
+QUANTIZE_WEIGHTS = Variant("quantize_weights", "90a", "fp8")
 FULL = (
     *(
         Variant(op, "90a", precision, 256, 128)
@@ -17,14 +17,14 @@ FULL = (
     ),
     Variant("backward_gradients", "90a", "fp8", 256, 128),
     ROUTE,
-    QUANTISE_WEIGHTS,
+    QUANTIZE_WEIGHTS,
 )
 STAGE_ONLY = (Variant("stage", "90a", "bf16"), Variant("clock_probe", "90a", "none"))
 
 
 def kernels(*pairs: str) -> tuple[Variant, ...]:
-    """Variants given as "op precision", beside the routing kernel and that which quantises weights."""
-    return (ROUTE, QUANTISE_WEIGHTS, *(v for v in FULL if f"{v.op} {v.precision}" in pairs))
+    """Variants given as "op precision", beside the routing kernel and that which quantizes weights."""
+    return (ROUTE, QUANTIZE_WEIGHTS, *(v for v in FULL if f"{v.op} {v.precision}" in pairs))
 
 
 def request(**changes: Any) -> Request:

@@ -34,14 +34,14 @@ class OfCopies(ReferenceArithmetic):
 
 
 class FoundCodes(TorchStager):
-    """Of an x that is quantised already."""
+    """Of an x that is quantized already."""
 
     def __init__(self, num_experts: int, codes: Tensor, scales: Tensor) -> None:
         super().__init__(num_experts)
         self._payload = (codes, scales)
 
-    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantise: bool) -> Staged:
-        assert quantise
+    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantize: bool) -> Staged:
+        assert quantize
         return super().stage(x, topk_idx, topk_weights, False)._replace(x=self._payload)
 
 

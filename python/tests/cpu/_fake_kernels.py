@@ -48,8 +48,8 @@ class FakeKernels:
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.needs: list[tuple[bool, ...]] = []  # of the backwards
-        self.quantised: list[tuple[tuple[int, ...], bool, bool]] = []  # weight, codes, transposed
-        self.quantised_forwards: list[bool] = []  # of the backwards in fp8: whether their forward is too
+        self.quantized: list[tuple[tuple[int, ...], bool, bool]] = []  # weight, codes, transposed
+        self.quantized_forwards: list[bool] = []  # of the backwards in fp8: whether their forward is too
         self.rounded: list[bool] = []  # of the launches in fp8: whether scales are powers of two
         self.synchronized = 0
         self.capturing = False
@@ -69,7 +69,7 @@ class FakeKernels:
         staging = self.staging_layout(max_tokens, top_k, hidden, True)[-1]
         return [0, 256, STAGING, staging, STAGING + staging, 256, STAGING + staging + 256]
 
-    def staging_layout(self, max_tokens: int, top_k: int, hidden: int, quantise: bool) -> list[int]:
+    def staging_layout(self, max_tokens: int, top_k: int, hidden: int, quantize: bool) -> list[int]:
         """Of x and its scales; the rest is of no length."""
         scales = max_tokens * hidden
         end = scales + max_tokens * (hidden // 128) * 4
@@ -148,13 +148,13 @@ class FakeKernels:
         if wrong.any():
             y.fill_(float("nan"))
 
-    def quantise_weights(
+    def quantize_weights(
         self, weight: Tensor, codes: Tensor, transposed: Tensor, scales: Tensor, power_of_two: bool
     ) -> None:
         experts, rows, columns = weight.shape
         assert weight.is_contiguous()
         assert scales.shape == (experts, rows // 128, columns // 128)
-        self.quantised.append((tuple(weight.shape), codes.dim() > 1, transposed.dim() > 1))
+        self.quantized.append((tuple(weight.shape), codes.dim() > 1, transposed.dim() > 1))
         for expert in range(experts):
             got, scales[expert] = quantize_weight(weight[expert], power_of_two)
             if codes.dim() > 1:
@@ -316,8 +316,8 @@ class FakeKernels:
         num_experts: int,
         pool_rows: int,
         canaries: bool,
-        quantise: bool,
-        quantise_gradients: bool,
+        quantize: bool,
+        quantize_gradients: bool,
         rank: int,
         num_sms: int,
         arrival_ns: int,
@@ -337,9 +337,9 @@ class FakeKernels:
         for codes in (w_gate_up, w_gate_up_t, w_down_t):
             assert codes.dtype == torch.float8_e4m3fn
         op = "backward into fp8" if accumulate else "backward fp8"
-        op += " gradients" if quantise_gradients else ""
+        op += " gradients" if quantize_gradients else ""
         self._launched(Launch(op, len(x), self._ordering, clamp, num_sms, delay_seed), record)
-        self.quantised_forwards.append(quantise)
+        self.quantized_forwards.append(quantize)
         self.rounded.append(power_of_two)
         self.needs.append(needs)
         summary.zero_()
@@ -348,7 +348,7 @@ class FakeKernels:
         hidden, inner = x.shape[1], w_down_t.shape[1]
         request = Request(num_experts, max_tokens, topk_idx.shape[1], hidden, inner)
         arithmetic = BackwardOfCopies(
-            *copies, dw_precision="fp8" if quantise_gradients else "bf16", power_of_two=power_of_two
+            *copies, dw_precision="fp8" if quantize_gradients else "bf16", power_of_two=power_of_two
         )
         plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
         got = plain.backward(

@@ -166,7 +166,7 @@ def test_a_fault_is_refused(
 @pytest.fixture(scope="module")
 def in_fp8(layer: _forward.Layer) -> Shape:
     """Of buffers whose weights' gradients are of e4m3 operands too."""
-    return replace(shape_of(layer), quantise_gradients=True)
+    return replace(shape_of(layer), quantize_gradients=True)
 
 
 @pytest.fixture(scope="module")

@@ -50,8 +50,8 @@ def call(ops: Any, **changes: Any) -> None:
         num_experts=E,
         pool_rows=0,
         canaries=False,
-        quantise=False,
-        quantise_gradients=False,
+        quantize=False,
+        quantize_gradients=False,
         rank=0,
         num_sms=0,
         arrival_ns=1,
@@ -70,7 +70,7 @@ def call(ops: Any, **changes: Any) -> None:
     ("changes", "message"),
     [
         ({}, "topk_idx: device is cpu, must be cuda"),
-        (dict(quantise=True), "topk_idx: device is cpu, must be cuda"),
+        (dict(quantize=True), "topk_idx: device is cpu, must be cuda"),
         (
             dict(w_gate_up=torch.zeros(E, 2 * I, H, dtype=torch.bfloat16)),
             "w_gate_up: dtype is bfloat16, must be float8_e4m3fn",
@@ -104,7 +104,7 @@ def test_the_backward_in_fp8_adds_codes_and_their_scale_factors() -> None:
             Shape(256, 4, 16, 1024, 2, intermediate=384, home=True, backward=True, **changes)
         ).parts
 
-    plain, wide = parts(), parts(quantise_backward=True)
+    plain, wide = parts(), parts(quantize_backward=True)
     added = {name: size for name, (_, size) in wide.items() if size != plain[name][1]}
     rows = wide["o_pool"][1] // 2048
     assert added == {
@@ -115,7 +115,7 @@ def test_the_backward_in_fp8_adds_codes_and_their_scale_factors() -> None:
         "dy_sf_pool": rows * 8 * 4,
         "dz_sf_pool": rows * 6 * 4,
     }
-    codes = parts(quantise_backward=True, quantise_gradients=True)
+    codes = parts(quantize_backward=True, quantize_gradients=True)
     changed = {name: size for name, (_, size) in codes.items() if size != wide[name][1]}
     assert changed == {
         "counters": changed["counters"],

@@ -60,7 +60,7 @@ NAMES = {
     ("backward", "bf16"): ("backward_bf16",),
     ("backward", "fp8"): ("backward_fp8",),
     ("backward_gradients", "fp8"): ("gradients_fp8",),
-    ("quantise_weights", "fp8"): ("quantise_weights",),
+    ("quantize_weights", "fp8"): ("quantize_weights",),
     ("route", "none"): ("route",),
 }
 MEASURED = {name: f"{name} as it was" for names in NAMES.values() for name in names}
@@ -87,14 +87,14 @@ CASES = [
     (Row("layer", precision="fp8_bwd"), ("forward_bf16",)),
     (
         Row("layer", precision="fp8_bwd", direction="forward_backward"),
-        ("forward_bf16", "backward_fp8", "quantise_weights"),
+        ("forward_bf16", "backward_fp8", "quantize_weights"),
     ),
-    (Row("layer", precision="fp8"), ("forward_fp8", "quantise_weights")),
+    (Row("layer", precision="fp8"), ("forward_fp8", "quantize_weights")),
     (
         Row("layer", precision="fp8", direction="backward", dw_precision="fp8"),
-        ("gradients_fp8", "quantise_weights"),
+        ("gradients_fp8", "quantize_weights"),
     ),
-    (Row("layer", precision="fp8", dw_precision="fp8"), ("forward_fp8", "quantise_weights")),
+    (Row("layer", precision="fp8", dw_precision="fp8"), ("forward_fp8", "quantize_weights")),
     (Row("step"), ("forward_bf16", "backward_bf16")),
     *((Row("layer", name), ("stage_bf16",)) for name in PLAIN),
     *((Row("layer", name, direction="forward_backward"), ("stage_bf16",)) for name in PLAIN),

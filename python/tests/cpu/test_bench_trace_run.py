@@ -55,9 +55,9 @@ def test_without_a_tracing_variant_the_reason_is_said(
     options = kernel_ranks.Options(SHAPES["30B"], 128, 1, direction)
     reason = f"this wheel holds no tracing variant of the bf16 {direction} kernel for sm_90"
     assert trace_run.why_no_trace(options, torch.device("cuda", 0)) == ([] if held else [reason])
-    quantised = replace(options, precision="fp8_bwd" if direction == "backward" else "fp8")
+    quantized = replace(options, precision="fp8_bwd" if direction == "backward" else "fp8")
     reason = f"this wheel holds no tracing variant of the fp8 {direction} kernel for sm_90"
-    assert reason in trace_run.why_no_trace(quantised, torch.device("cuda", 0))
+    assert reason in trace_run.why_no_trace(quantized, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(

@@ -178,9 +178,9 @@ TABLE = {
     "no-backward-fp8": Row("fused", (), request(precision="fp8"), [gpu(variants=kernels("forward fp8"))]),
     "no-copies-of-weights": Row(
         "fused",
-        ("this wheel holds no weight-quantising kernel in fp8 for sm_90a",),
+        ("this wheel holds no weight-quantizing kernel in fp8 for sm_90a",),
         request(precision="fp8"),
-        [gpu(variants=tuple(v for v in FULL if v.op != "quantise_weights"))],
+        [gpu(variants=tuple(v for v in FULL if v.op != "quantize_weights"))],
     ),
     "no-backward-and-gloo": Row(
         "fused",

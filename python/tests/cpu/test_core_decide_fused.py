@@ -57,7 +57,7 @@ def test_dw_in_fp8_has_a_kernel_of_its_own() -> None:
 
 
 def test_a_backward_in_fp8_needs_copies_of_the_weights() -> None:
-    held = tuple(v for v in FULL if v.op != "quantise_weights")
+    held = tuple(v for v in FULL if v.op != "quantize_weights")
     assert "emulated" in str(decide(request(precision="fp8_bwd"), [gpu(variants=held)])[0])
 
 
@@ -74,7 +74,7 @@ def test_a_backward_in_fp8_needs_copies_of_the_weights() -> None:
             STAGE_ONLY,
             [
                 "this wheel holds no fused forward kernel in fp8",
-                "this wheel holds no weight-quantising kernel in fp8",
+                "this wheel holds no weight-quantizing kernel in fp8",
             ],
         ),
         ({"precision": "fp8_bwd"}, FULL, []),

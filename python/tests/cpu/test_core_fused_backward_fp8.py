@@ -42,8 +42,8 @@ def test_fp8_reads_copies_in_both_directions(
     with make_buffer(problem, "fused", "fp8") as buffer:
         got = results(problem, buffer, clamp)
     assert ops(fake_both) == ["forward fp8", "backward fp8"]
-    assert fake_both.quantised == OF_FORWARD + OF_BACKWARD
-    assert fake_both.quantised_forwards == [True]
+    assert fake_both.quantized == OF_FORWARD + OF_BACKWARD
+    assert fake_both.quantized_forwards == [True]
     with make_buffer(problem, "reference", "fp8") as buffer:
         want = results(problem, buffer, clamp)
     for name, a, b in zip(want._fields, got, want, strict=True):
@@ -55,8 +55,8 @@ def test_fp8_bwd_reads_them_in_the_backward_alone(problem: Problem, fake_both: F
         assert buffer.reason == "fused"
         got = results(problem, buffer)
     assert ops(fake_both) == ["forward", "backward fp8"]
-    assert fake_both.quantised == OF_BACKWARD
-    assert fake_both.quantised_forwards == [False]
+    assert fake_both.quantized == OF_BACKWARD
+    assert fake_both.quantized_forwards == [False]
     with make_buffer(problem, "reference", "fp8_bwd") as buffer:
         want = results(problem, buffer)
     for name, a, b in zip(want._fields, got, want, strict=True):
@@ -113,7 +113,7 @@ def test_copies_that_are_kept_are_made_once_for_both_directions(
             for _ in range(2):
                 layer(problem.x, problem.topk_idx, problem.topk_weights).backward(problem.dy)
     assert ops(fake_both) == ["forward fp8", "backward fp8"] * 2
-    assert fake_both.quantised == [(GATE_UP, True, True), (DOWN, True, True)]
+    assert fake_both.quantized == [(GATE_UP, True, True), (DOWN, True, True)]
 
 
 def test_gradients_are_added_by_the_kernel(problem: Problem, fake_both: FakeKernels) -> None:
@@ -152,22 +152,22 @@ def test_memory_says_which_backward_it_was_made_for() -> None:
     forms = [
         plain,
         dataclasses.replace(plain, backward=True),
-        dataclasses.replace(plain, backward=True, quantise_backward=True),
-        dataclasses.replace(plain, backward=True, quantise_backward=True, quantise_gradients=True),
+        dataclasses.replace(plain, backward=True, quantize_backward=True),
+        dataclasses.replace(plain, backward=True, quantize_backward=True, quantize_gradients=True),
     ]
     assert [shape.backward_form for shape in forms] == [0, 1, 2, 3]
-    assert dataclasses.replace(plain, quantise_backward=True).backward_form == 0
+    assert dataclasses.replace(plain, quantize_backward=True).backward_form == 0
 
 
 def test_a_buffer_without_a_backward_has_no_codes(problem: Problem, fake_both: FakeKernels) -> None:
     with make_buffer(problem, "fused", "fp8") as buffer:
         assert isinstance(buffer, MoEBuffer)
         shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
-        assert shape.quantise and shape.backward and shape.quantise_backward  # noqa: PT018
+        assert shape.quantize and shape.backward and shape.quantize_backward  # noqa: PT018
     with make_buffer(problem, "fused", "bf16") as buffer:
         shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
-        assert not shape.quantise
-        assert not shape.quantise_backward
+        assert not shape.quantize
+        assert not shape.quantize_backward
 
 
 @pytest.mark.parametrize("dw_precision", ["bf16", "fp8"])

@@ -1,6 +1,6 @@
 """Every rounding of bf16 with a clamp, fp8 and fp8_bwd against a second implementation, row by row from the definition.
 
-The second implementation rounds with its own tables, dequantises each block with loops and sums in fp64. The two differ
+The second implementation rounds with its own tables, dequantizes each block with loops and sums in fp64. The two differ
 where fp32 sums round another way, which flips a bf16 or e4m3 rounding here and there; a rounding left out, added or
 put in another place costs five times `SAME` or more, as the planted faults below show.
 """
@@ -46,7 +46,7 @@ def round_bf16(value: np.ndarray) -> np.ndarray:
     )
 
 
-def dequantised(block: np.ndarray, power_of_two: bool = False, by_reciprocal: bool = False) -> np.ndarray:
+def dequantized(block: np.ndarray, power_of_two: bool = False, by_reciprocal: bool = False) -> np.ndarray:
     """A block with one scale, through e4m3 and back: what the product sees."""
     amax = np.abs(np.asarray(block, np.float32)).max()
     scale = np.float32(amax / np.float32(448)) or np.float32(1)
@@ -58,7 +58,7 @@ def dequantised(block: np.ndarray, power_of_two: bool = False, by_reciprocal: bo
 
 
 def through_rows(row: np.ndarray, power_of_two: bool = False) -> np.ndarray:
-    parts = [dequantised(row[start : start + BLOCK], power_of_two) for start in range(0, len(row), BLOCK)]
+    parts = [dequantized(row[start : start + BLOCK], power_of_two) for start in range(0, len(row), BLOCK)]
     return np.concatenate(parts)
 
 
@@ -66,7 +66,7 @@ def through_weight(weight: np.ndarray, power_of_two: bool) -> np.ndarray:
     out = np.empty(weight.shape)
     for i in range(0, weight.shape[0], BLOCK):
         for j in range(0, weight.shape[1], BLOCK):
-            out[i : i + BLOCK, j : j + BLOCK] = dequantised(
+            out[i : i + BLOCK, j : j + BLOCK] = dequantized(
                 weight[i : i + BLOCK, j : j + BLOCK], power_of_two
             )
     return out
@@ -75,7 +75,7 @@ def through_weight(weight: np.ndarray, power_of_two: bool) -> np.ndarray:
 def through_blocks(rows: np.ndarray, *how: bool) -> np.ndarray:
     """Rows of one block, 128 columns a scale."""
     starts = range(0, rows.shape[1], BLOCK)
-    return np.concatenate([dequantised(rows[:, at : at + BLOCK], *how) for at in starts], 1)
+    return np.concatenate([dequantized(rows[:, at : at + BLOCK], *how) for at in starts], 1)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Emulation:
     power_of_two: bool = False
     round_z: bool = True
     round_slots: bool = True
-    quantise_dz: bool = True
-    quantise_weights: bool = True
+    quantize_dz: bool = True
+    quantize_weights: bool = True
     gradient_at_the_clamp: bool = True
     fp8_dw: bool = False
     dz_of_dw_rounded: bool = False
@@ -101,7 +101,7 @@ class Emulation:
         """``weight [N, K]`` times ``row [K]``, in fp32."""
         if fp8:
             row = through_rows(row, self.power_of_two)
-            weight = through_weight(weight, self.power_of_two) if self.quantise_weights else weight
+            weight = through_weight(weight, self.power_of_two) if self.quantize_weights else weight
         return (weight @ row).astype(np.float32).astype(float)
 
     def activation(self, z: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -135,7 +135,7 @@ class Emulation:
         for start in range(0, len(a), BLOCK):
             left, right = a[start : start + BLOCK], b[start : start + BLOCK]
             if self.scale_of_each_column:
-                left = np.stack([dequantised(column, *how) for column in left.T])
+                left = np.stack([dequantized(column, *how) for column in left.T])
             else:
                 left = through_blocks(left, *how).T
             total += left @ through_blocks(right, *how)
@@ -167,7 +167,7 @@ class Emulation:
                 dtopk[t, k] = dh @ a
                 dgate = w * dh * up * sigmoid * (1 + gate * (1 - sigmoid)) * pass_gate
                 dz = np.concatenate((dgate, w * dh * gate * sigmoid * pass_up))
-                narrow = fp8 and self.quantise_dz
+                narrow = fp8 and self.quantize_dz
                 dx[t] += end(self.product(w1[e].T, dz if narrow else round_bf16(dz), narrow))
                 wide = self.fp8_dw and not self.dz_of_dw_rounded
                 rows = dz if wide else round_bf16(dz), x[t], dy[t], round_bf16(a * w)
@@ -251,12 +251,12 @@ def test_reference_is_the_emulation_with_power_of_two_scales(precision: str) -> 
         ("bf16", {"round_slots": False}, "dx"),
         ("bf16", {"gradient_at_the_clamp": False, "clamp": 1.0}, "dw_gate_up"),
         ("fp8", {"round_z": False}, "y"),
-        ("fp8", {"quantise_weights": False}, "y"),
+        ("fp8", {"quantize_weights": False}, "y"),
         ("fp8", {"fp8_backward": False}, "dx"),
-        ("fp8", {"quantise_dz": False}, "dx"),
+        ("fp8", {"quantize_dz": False}, "dx"),
         ("fp8_bwd", {"fp8_forward": True}, "y"),
         ("fp8_bwd", {"fp8_backward": False}, "dtopk"),
-        ("fp8_bwd", {"quantise_dz": False}, "dx"),
+        ("fp8_bwd", {"quantize_dz": False}, "dx"),
         ("fp8, dW fp8", {"fp8_dw": False}, "dw_down"),
         ("fp8, dW fp8", {"dz_of_dw_rounded": True}, "dw_gate_up"),
         ("fp8, dW fp8", {"scale_of_each_column": False}, "dw_gate_up"),
@@ -367,7 +367,7 @@ def test_a_token_does_not_see_its_batch_and_bits_repeat(precision: str) -> None:
                 assert torch.equal(getattr(part, name), getattr(full, name)[rows]), name
 
 
-def test_the_second_implementation_quantises_as_the_first() -> None:
+def test_the_second_implementation_quantizes_as_the_first() -> None:
     problem = random_problem(24, 256, 128, 4, 2)
     codes, scales = quantize.quantize_rows(problem.x)
     back = codes.double().view(24, 2, BLOCK) * scales.double()[..., None]

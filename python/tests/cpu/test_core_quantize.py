@@ -1,4 +1,4 @@
-"""The quantiser alone, against e4m3 written out by hand and at the edges of fp32."""
+"""The quantizer alone, against e4m3 written out by hand and at the edges of fp32."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_no_rows() -> None:
     assert (codes.shape, codes.dtype, scales.shape, scales.dtype) == ((0, 256), E4M3, (0, 2), torch.float32)
 
 
-def test_product_of_dequantised_operands() -> None:
+def test_product_of_dequantized_operands() -> None:
     rng = torch.Generator().manual_seed(0)
     a = quantize_rows(torch.randn(9, 384, generator=rng))
     b = quantize_weight(torch.randn(256, 384, generator=rng))

@@ -203,7 +203,7 @@ def test_fp8_is_refused_with_every_reason(monkeypatch: pytest.MonkeyPatch, buffe
     assert named.x is not None
     assert named.x_sf is not None
     assert (named.x.dtype, tuple(named.x_sf.shape)) == (torch.float8_e4m3fn, (64, 2))
-    reasons = "reference quantises by itself.*fused: .*needs an NVIDIA GPU"
+    reasons = "reference quantizes by itself.*fused: .*needs an NVIDIA GPU"
     with pytest.raises(BackendRefusedError, match=f"fp8_mega_moe: backend {reasons}"):
         face.fp8_mega_moe(y, pair, pair, named)
     with pytest.raises(BackendRefusedError, match=f"fp8_mega_moe_backward: backend {reasons}"):

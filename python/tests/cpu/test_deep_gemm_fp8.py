@@ -80,8 +80,8 @@ def test_both_directions_are_the_layers(
     for _ in range(2):  # overwritten, not added
         assert_same_bits(both(buffer, problem, activation_clamp=clamp), want)
     assert ops(fake_both) == ["forward fp8", "backward fp8"] * 2
-    assert fake_both.quantised == []  # the caller's codes are read as they are
-    assert fake_both.quantised_forwards == [True, True]
+    assert fake_both.quantized == []  # the caller's codes are read as they are
+    assert fake_both.quantized_forwards == [True, True]
 
 
 @pytest.mark.parametrize("which", ["one fp32", "both fp32", "strided"])
@@ -274,7 +274,7 @@ def test_another_backend_is_refused_with_every_reason(monkeypatch: pytest.Monkey
     assert buffer.x is not None
     assert buffer.x_sf is not None
     assert (buffer.x.dtype, tuple(buffer.x_sf.shape)) == (torch.float8_e4m3fn, (MOST, HIDDEN // 128))
-    reasons = "backend reference quantises by itself.*fused: .*needs an NVIDIA GPU"
+    reasons = "backend reference quantizes by itself.*fused: .*needs an NVIDIA GPU"
     with pytest.raises(BackendRefusedError, match=f"fp8_mega_moe: {reasons}"):
         face.fp8_mega_moe(y, two, two, buffer)
     with pytest.raises(BackendRefusedError, match=f"fp8_mega_moe_backward: {reasons}"):

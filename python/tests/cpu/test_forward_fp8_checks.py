@@ -59,7 +59,7 @@ def other_expert(layer: _forward.Layer, results: list[Tensor]) -> None:
     results[:] = emulated(replace(layer, down=down), "fp8")
 
 
-def no_quantising(layer: _forward.Layer, results: list[Tensor]) -> None:
+def no_quantizing(layer: _forward.Layer, results: list[Tensor]) -> None:
     results[:] = emulated(layer, "bf16")
 
 
@@ -90,7 +90,7 @@ def a_lost_rank(layer: _forward.Layer, results: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [other_expert, no_quantising, coarse_x, one_token, swapped_tokens, a_nan, a_lost_rank]
+    "fault", [other_expert, no_quantizing, coarse_x, one_token, swapped_tokens, a_nan, a_lost_rank]
 )
 def test_a_fault_is_refused(
     layer: _forward.Layer,
@@ -127,7 +127,7 @@ def test_cases_of_the_memory_checker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spoil: float
 ) -> None:
     def made(*_: Any, **options: Any) -> Ranks:
-        assert options["quantise"]
+        assert options["quantize"]
         return Ranks(spoil)
 
     monkeypatch.setattr(memcheck_forward_fp8, "new_ranks", made)

@@ -29,7 +29,7 @@ def stage_arguments(**changes: Any) -> dict[str, Any]:
         "buffer_bytes": 1 << 20,
         "max_tokens": 16,
         "num_experts": 8,
-        "quantise": True,
+        "quantize": True,
         "power_of_two": False,
     }
     return arguments | changes
@@ -91,7 +91,7 @@ def test_staging_layout(ops: Any, arguments: tuple[int, int, int, bool], offsets
         ((16, 17, 2048, False), "top_k is 17, must be 1 to 16"),
         ((16, 8, 0, False), "hidden is 0, must be 1 to 65536"),
         ((16, 8, 12, False), "hidden is 12, must be a multiple of 8"),
-        ((16, 8, 136, True), "hidden (quantised) is 136, must be a multiple of 128"),
+        ((16, 8, 136, True), "hidden (quantized) is 136, must be a multiple of 128"),
     ],
 )
 def test_staging_layout_refuses(ops: Any, arguments: tuple[int, int, int, bool], message: str) -> None:
@@ -121,10 +121,10 @@ def test_staging_layout_refuses(ops: Any, arguments: tuple[int, int, int, bool],
         ({"x": misaligned()}, "x: address is 2 past a multiple of 16 bytes, must be aligned to it"),
         (
             {"x": torch.zeros(4, 200, dtype=torch.bfloat16)},
-            "hidden (quantised) is 200, must be a multiple of 128",
+            "hidden (quantized) is 200, must be a multiple of 128",
         ),
         (
-            {"x": torch.zeros(4, 204, dtype=torch.bfloat16), "quantise": False},
+            {"x": torch.zeros(4, 204, dtype=torch.bfloat16), "quantize": False},
             "hidden is 204, must be a multiple of 8",
         ),
         ({"topk_idx": torch.zeros(8, dtype=torch.int64)}, "topk_idx: shape is [8], must have 2 dimensions"),
@@ -160,7 +160,7 @@ def test_staging_layout_refuses(ops: Any, arguments: tuple[int, int, int, bool],
         ({"num_experts": 0}, "num_experts is 0, must be 1 to 2048"),
         ({"num_experts": 2049}, "num_experts is 2049, must be 1 to 2048"),
         ({"buffer_bytes": 5119}, "buffer_bytes is 5119, must be at least 5120"),
-        ({"quantise": False, "power_of_two": True}, "power_of_two is true, must be false without quantise"),
+        ({"quantize": False, "power_of_two": True}, "power_of_two is true, must be false without quantize"),
         ({"buffer": 0}, "buffer is a null address, must be an address on the device"),
         ({"buffer": 257}, "buffer: address is 1 past a multiple of 256 bytes, must be aligned to it"),
     ],

@@ -21,7 +21,7 @@ from ..gpu._scales import assert_powers_of_two  # noqa: TID252
 from ..gpu._virtual import random_ids  # noqa: TID252
 
 HIDDEN, INNER = 512, 384
-# What is quantised, by the length of its rows.
+# What is quantized, by the length of its rows.
 X_OR_DY, H, DZ = HIDDEN, INNER, 2 * INNER
 
 
@@ -102,7 +102,7 @@ def test_a_backward_that_forgets_an_operand_is_refused(
 def test_gradients_of_weights_in_the_other_format_are_refused(
     layer: _forward.Layer, operand: str | None
 ) -> None:
-    shape = dataclasses.replace(shape_of(layer), quantise_gradients=True)
+    shape = dataclasses.replace(shape_of(layer), quantize_gradients=True)
     judge = _backward_fp8.Judge(layer, random_dy(layer), shape, power_of_two=True)
     if operand is None:
         judge.assert_right(gradients(layer, shape))

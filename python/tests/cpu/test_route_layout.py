@@ -102,7 +102,7 @@ def call(ops: Any, **changes: Any) -> None:
         hidden=64,
         intermediate=0,
         pool_rows=0,
-        quantise=False,
+        quantize=False,
         home=False,
         canaries=False,
         backward=False,

@@ -69,13 +69,13 @@ def test_a_call_reads_both_weights_as_e4m3(
 ) -> None:
     assert_right(layer, problem)
     assert [launch.op for launch in fake_kernels.launches] == ["forward fp8"]
-    assert fake_kernels.quantised == ONE_CALL
+    assert fake_kernels.quantized == ONE_CALL
 
 
 def test_every_call_makes_its_own_copies(layer: MegaMoE, problem: Problem, fake_kernels: FakeKernels) -> None:
     for _ in range(3):
         run(layer, problem)
-    assert fake_kernels.quantised == 3 * ONE_CALL
+    assert fake_kernels.quantized == 3 * ONE_CALL
 
 
 def test_copies_are_made_once_within_the_block(
@@ -85,16 +85,16 @@ def test_copies_are_made_once_within_the_block(
         first = run(layer, problem)
         for _ in range(3):
             assert torch.equal(bits(run(layer, problem)), bits(first))
-        assert fake_kernels.quantised == ONE_CALL
+        assert fake_kernels.quantized == ONE_CALL
         with buffer.reuse_weight_copies():
             run(layer, problem)
         run(layer, problem)
-        assert fake_kernels.quantised == ONE_CALL
+        assert fake_kernels.quantized == ONE_CALL
     run(layer, problem)
-    assert fake_kernels.quantised == 2 * ONE_CALL
+    assert fake_kernels.quantized == 2 * ONE_CALL
     with buffer.reuse_weight_copies():
         run(layer, problem)
-    assert fake_kernels.quantised == 3 * ONE_CALL
+    assert fake_kernels.quantized == 3 * ONE_CALL
 
 
 def test_layers_of_one_buffer_have_copies_of_their_own(
@@ -105,7 +105,7 @@ def test_layers_of_one_buffer_have_copies_of_their_own(
         for _ in range(2):
             for each in (layer, other):
                 assert_right(each, problem)
-    assert fake_kernels.quantised == 2 * ONE_CALL
+    assert fake_kernels.quantized == 2 * ONE_CALL
 
 
 def with_gradients(layer: MegaMoE) -> None:
@@ -283,7 +283,7 @@ def test_an_alias_of_a_parameter_is_never_kept(
             layer.gate_up_proj.mul_(2)
         assert torch.equal(bits(call()), bits(emulated(layer, problem)))
         assert not torch.equal(call(), before)
-    assert fake_kernels.quantised == 3 * ONE_CALL
+    assert fake_kernels.quantized == 3 * ONE_CALL
 
 
 def test_a_cast_weight_is_never_kept(buffer: MoEBuffer, problem: Problem, fake_kernels: FakeKernels) -> None:
@@ -293,7 +293,7 @@ def test_a_cast_weight_is_never_kept(buffer: MoEBuffer, problem: Problem, fake_k
         with torch.no_grad():
             wide.down_proj.mul_(2)
         assert not torch.equal(run(wide, problem), first)
-    assert fake_kernels.quantised == 2 * ONE_CALL
+    assert fake_kernels.quantized == 2 * ONE_CALL
 
 
 def test_memory_given_back_and_filled_again_is_read_anew(
@@ -324,7 +324,7 @@ def test_an_optimizer_of_something_else_drops_copies_too(
         run(layer, problem)
         torch.optim.SGD([other]).step()
         run(layer, problem)
-    assert fake_kernels.quantised == 2 * ONE_CALL
+    assert fake_kernels.quantized == 2 * ONE_CALL
     from torch.optim import optimizer
 
     assert not optimizer._global_optimizer_post_hooks
@@ -383,7 +383,7 @@ def test_a_weight_that_learns_is_read_once_for_both_directions(fake_kernels: Fak
         backward = copies.of(learning, codes=True, transposed=True)
         assert forward is backward
         assert copies.nbytes == copies_nbytes(2, 128, 256, copies=2)
-    assert fake_kernels.quantised == [((2, 128, 256), True, True)]
+    assert fake_kernels.quantized == [((2, 128, 256), True, True)]
     assert copies.nbytes == 0
 
 
@@ -396,7 +396,7 @@ def test_a_frozen_weight_has_the_copy_that_is_asked_for(fake_kernels: FakeKernel
         assert both.codes is first.codes
         assert both.transposed is not None
         assert copies.of(frozen, codes=True, transposed=True) is both
-    assert fake_kernels.quantised == [((2, 128, 256), True, False), ((2, 128, 256), False, True)]
+    assert fake_kernels.quantized == [((2, 128, 256), True, False), ((2, 128, 256), False, True)]
 
 
 def test_a_weight_that_is_not_dense_is_copied_first(fake_kernels: FakeKernels) -> None:

@@ -1,4 +1,4 @@
-"""How gradients of the backward in fp8 are judged: against fp64, and against an emulation that quantises where it does.
+"""How gradients of the backward in fp8 are judged: against fp64, and against an emulation that quantizes where it does.
 
 The weights' gradients are products of bf16 rows, but these come of gate, up and dh, which are made in e4m3. A form of
 the kernel makes them of e4m3 too.
@@ -76,7 +76,7 @@ def emulated_gradients(
     layer: Layer, dy: Sequence[Tensor], shape: Shape | None = None, power_of_two: bool = False
 ) -> EmulatedGradients:
     """``shape``: of the buffers, which says of what and in which chunks weights' gradients are made; None: of bf16."""
-    in_fp8 = shape is not None and shape.quantise_gradients
+    in_fp8 = shape is not None and shape.quantize_gradients
     one = layer.as_one_rank()
     x, ids, weights, all_dy = one.x[0], one.ids[0], one.weights[0], torch.cat(list(dy))
     token, slot = (ids >= 0).nonzero().unbind(1)

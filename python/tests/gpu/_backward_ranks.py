@@ -60,7 +60,7 @@ class BackwardRanks(ForwardRanks):
 
     def copies(self, rank: int, layer: Layer) -> tuple[WeightCopy, WeightCopy] | None:
         """Of one rank's weights as the backward in fp8 reads them, made once; None in bf16."""
-        if not self.shape.quantise_backward:
+        if not self.shape.quantize_backward:
             return None
         key = (rank, layer.gate_up.data_ptr())
         if key not in self._pairs:
@@ -122,10 +122,10 @@ def new_backward_ranks(
     """Ranks on a buffer that just holds ``layer`` in both directions. ``progress``: ``limit`` too."""
     forward, gradients = WITH_DW.get(precision, (precision, "bf16"))
     shape = dataclasses.replace(
-        shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantise=forward == "fp8"),
+        shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantize=forward == "fp8"),
         backward=True,
-        quantise_backward=forward != "bf16",
-        quantise_gradients=gradients == "fp8",
+        quantize_backward=forward != "bf16",
+        quantize_gradients=gradients == "fp8",
     )
     return BackwardRanks(
         device,

@@ -1,4 +1,4 @@
-"""DeepGEMM's calls in fp8 on a `Problem`: operands that the caller has quantised, results written over NaN."""
+"""DeepGEMM's calls in fp8 on a `Problem`: operands that the caller has quantized, results written over NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How results of the forward in fp8 are judged: against fp64, and against an emulation that quantises where it does.
+"""How results of the forward in fp8 are judged: against fp64, and against an emulation that quantizes where it does.
 
 The emulation is 5 to 7 % from fp64. It sums as the tensor core does and differs in the sigmoid alone, which kernels
 approximate. So now and then an h takes the neighbouring code.

@@ -18,11 +18,11 @@ from ._virtual import NAN, VirtualRanks
 
 
 def shape_of(
-    layer: Layer, *, max_tokens: int | None = None, pool_rows: int = 0, quantise: bool = False
+    layer: Layer, *, max_tokens: int | None = None, pool_rows: int = 0, quantize: bool = False
 ) -> Shape:
     """The smallest buffer that holds ``layer``, with canaries. ``pool_rows`` 0: every call is one chunk.
 
-    ``quantise``: for the forward in fp8.
+    ``quantize``: for the forward in fp8.
     """
     return Shape(
         max_tokens=max(*(len(own) for own in layer.x), 1) if max_tokens is None else max_tokens,
@@ -32,7 +32,7 @@ def shape_of(
         intermediate=layer.down.shape[2],
         num_ranks=layer.num_ranks,
         pool_rows=pool_rows,
-        quantise=quantise,
+        quantize=quantize,
         home=True,
         canaries=True,
     )
@@ -112,7 +112,7 @@ class ForwardRanks(VirtualRanks):
 
     def weights(self, rank: int, layer: Layer) -> Sequence[Tensor] | Sequence[WeightCopy]:
         """Of one rank as the kernel reads them: e4m3 copies, made once, where the ranks compute in fp8."""
-        if not self.shape.quantise:
+        if not self.shape.quantize:
             return layer.experts(rank)
         key = (rank, layer.gate_up.data_ptr())
         if key not in self._copies:
@@ -167,11 +167,11 @@ def new_ranks(
     pool_rows: int = 0,
     num_sms: int | None = None,
     limit: float = 5.0,
-    quantise: bool = False,
+    quantize: bool = False,
     power_of_two: bool = False,
 ) -> ForwardRanks:
     """Ranks on a buffer that just holds ``layer``; ``limit``: seconds that a rank waits for another, or within."""
-    shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantise=quantise)
+    shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantize=quantize)
     return ForwardRanks(
         device, shape, num_sms=num_sms, arrival=limit, progress=limit, power_of_two=power_of_two
     )

@@ -37,7 +37,7 @@ def assert_gradients_right(
     layer: Layer, dy: Sequence[Tensor], gradients: Sequence[Gradients], shape: Shape
 ) -> None:
     """The gradients of all ranks on buffers of that shape."""
-    if shape.quantise_backward:
+    if shape.quantize_backward:
         _backward_fp8.Judge(layer, dy, shape).assert_right(gradients)
     else:
         _backward.assert_right(layer, dy, gradients)

@@ -45,7 +45,7 @@ def on_cpu(gradients: Sequence[Gradients]) -> list[Gradients]:
 
 def judge_of(layer: Layer, dy: Sequence[Tensor], shape: Shape) -> Callable[[Sequence[Gradients]], None]:
     """What raises AssertionError for gradients that are wrong, of buffers of that shape."""
-    if shape.quantise_backward:
+    if shape.quantize_backward:
         return Judge(layer, dy, shape).assert_right
     want = exact_gradients(layer, dy)
     return lambda got: assert_right(layer, dy, got, want)

@@ -49,14 +49,14 @@ def main(num_ranks: int, device: torch.device) -> None:
         layers[1] = replace(layers[1], clamp=0.5)
         judges = [Judge(layer) for layer in layers]
         for pool in (0, smallest_pool(shape_of(layers[0]))):
-            ranks = new_ranks(device, layers[0], pool_rows=pool, num_sms=SMS, limit=120.0, quantise=True)
+            ranks = new_ranks(device, layers[0], pool_rows=pool, num_sms=SMS, limit=120.0, quantize=True)
             for seed, (layer, judge) in enumerate(zip(layers, judges)):
                 print(f"{case}, {KINDS[seed]}, pool of {pool} rows", flush=True)
                 there = on_device(layer, device)
                 ranks.weights(0, there)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                print("  weights are quantised", flush=True)
+                print("  weights are quantized", flush=True)
                 few = [count // 2 if rank else 0 for rank, count in enumerate(tokens)]
                 compare(ranks, there, judge, few)
                 print("  a rank without tokens is right", flush=True)

@@ -80,16 +80,16 @@ def test_no_tokens(cuda_device: torch.device, backend: str) -> None:
     assert torch.count_nonzero(dw_down) == 0
 
 
-@pytest.mark.parametrize("quantise", [False, True])
-def test_staging_kernel_equals_torch(cuda_device: torch.device, quantise: bool) -> None:
+@pytest.mark.parametrize("quantize", [False, True])
+def test_staging_kernel_equals_torch(cuda_device: torch.device, quantize: bool) -> None:
     problem = random_problem(777, 1024, 128, 64, 8, masked=0.2, device=cuda_device)
     sizes = {**problem.sizes, "max_tokens_per_rank": 1000}
-    buffer = mega_moe.MoEBuffer(**sizes, backend="reference", precision="fp8" if quantise else "bf16")
+    buffer = mega_moe.MoEBuffer(**sizes, backend="reference", precision="fp8" if quantize else "bf16")
     stager = buffer._executor.stager
     assert isinstance(stager, KernelStager)
     assert buffer.stager == "kernel"
-    got = stager.stage(*problem.inputs[:3], quantise)
-    want = TorchStager(64).stage(*problem.inputs[:3], quantise)
+    got = stager.stage(*problem.inputs[:3], quantize)
+    want = TorchStager(64).stage(*problem.inputs[:3], quantize)
     for part, expected in zip(got.x, want.x):
         assert torch.equal(part.view(torch.uint8), expected.contiguous().view(torch.uint8))
     assert torch.equal(got.topk_idx, want.topk_idx)

@@ -119,7 +119,7 @@ def test_a_captured_forward_reads_what_the_buffer_holds_at_replay(
 
 
 def test_captured_steps_equal_eager_ones(problem: Problem, buffer: face.SymmBuffer) -> None:
-    """Both directions in one graph, with what quantises x in it."""
+    """Both directions in one graph, with what quantizes x in it."""
     l1, l2 = pair(problem.w_gate_up), pair(problem.w_down)
     copies = l1, turned(l1), turned(l2)
     x, y, dx, dtopk = (torch.empty_like(t) for t in (*[problem.x] * 3, problem.topk_weights))
@@ -233,7 +233,7 @@ def start(ranks: BackwardRanks, given: GivenCodes, rank: int, layer: Layer) -> T
 @pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
 @pytest.mark.parametrize("counts", [[700], [700, 300], [500, 0, 129, 512]], ids=len)
 def test_ranks_find_what_each_has_staged(cuda_device: torch.device, counts: list[int], chunks: str) -> None:
-    """The bits of a forward that quantises x itself, also beside a rank that does; the backward, which stages x in
+    """The bits of a forward that quantizes x itself, also beside a rank that does; the backward, which stages x in
     bf16 at the same place, comes between."""
     layer, ranks, given = ranks_of(cuda_device, counts, chunks)
     dy = random_dy(layer)

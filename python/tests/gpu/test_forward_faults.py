@@ -29,7 +29,7 @@ def layer_of(device: torch.device, num_ranks: int) -> Layer:
 def ranks_of(
     device: torch.device, layer: Layer, precision: str, arrival: float = 20.0, progress: float = 20.0
 ) -> ForwardRanks:
-    shape = shape_of(layer, quantise=precision == "fp8")
+    shape = shape_of(layer, quantize=precision == "fp8")
     ranks = ForwardRanks(device, shape, arrival=arrival, progress=progress)
     ranks.have_room(layer)
     return ranks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_moe._ops import library
 
-from .test_quantise_weights import power_of_two_above
+from .test_quantize_weights import power_of_two_above
 
 POISON = 0xA5
 CANARY = 4096  # bytes before and after the buffer that nobody may touch
@@ -32,7 +32,7 @@ class Case:
     x: Tensor
     topk_idx: Tensor
     topk_weights: Tensor
-    quantise: bool
+    quantize: bool
     max_tokens: int
     power_of_two: bool = False
 
@@ -43,15 +43,15 @@ class Target:
     def __init__(self, case: Case, ops: Any, device: torch.device) -> None:
         tokens, hidden = case.x.shape
         top_k = case.topk_idx.shape[1]
-        self.offsets = list(ops.staging_layout(case.max_tokens, top_k, hidden, case.quantise))
+        self.offsets = list(ops.staging_layout(case.max_tokens, top_k, hidden, case.quantize))
         self.memory = torch.full((2 * CANARY + self.offsets[-1],), POISON, dtype=torch.uint8, device=device)
         self.buffer = self.memory[CANARY:-CANARY]
         self.buffer[self.offsets[4] :].zero_()
         self.ops = ops
         slots = tokens * top_k
         self.used = {
-            "x": tokens * hidden * (1 if case.quantise else 2),
-            "x_sf": tokens * (hidden // 128) * 4 if case.quantise else 0,
+            "x": tokens * hidden * (1 if case.quantize else 2),
+            "x_sf": tokens * (hidden // 128) * 4 if case.quantize else 0,
             "topk_idx": slots * 2,
             "topk_weights": slots * 4,
             "error": 32,
@@ -59,7 +59,7 @@ class Target:
 
     def stage(self, case: Case) -> None:
         arguments = (case.x, case.topk_idx, case.topk_weights, self.buffer.data_ptr(), self.buffer.numel())
-        self.ops.stage(*arguments, case.max_tokens, NUM_EXPERTS, case.quantise, case.power_of_two)
+        self.ops.stage(*arguments, case.max_tokens, NUM_EXPERTS, case.quantize, case.power_of_two)
 
     def part(self, name: str, dtype: torch.dtype) -> Tensor:
         """The bytes that a call has to write, on the CPU."""
@@ -78,7 +78,7 @@ class Target:
         )
 
 
-def quantised(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """The definition: codes as bytes [T, H] and scales [T, H / 128] of bf16 x, on the CPU."""
     groups = x.cpu().float().view(x.shape[0], x.shape[1] // 128, 128)
     amax = groups.abs().amax(-1)
@@ -100,8 +100,8 @@ def assert_same_codes(got: Tensor, want: Tensor) -> None:
 
 def assert_staged(target: Target, case: Case) -> None:
     tokens, hidden = case.x.shape
-    if case.quantise:
-        codes, scale = quantised(case.x, case.power_of_two)
+    if case.quantize:
+        codes, scale = quantized(case.x, case.power_of_two)
         assert_same_codes(target.part("x", torch.uint8), codes.flatten())
         torch.testing.assert_close(
             target.part("x_sf", torch.float32), scale.flatten(), rtol=0, atol=0, equal_nan=True
@@ -126,7 +126,7 @@ def make_case(
     hidden: int,
     top_k: int,
     *,
-    quantise: bool,
+    quantize: bool,
     idx: torch.dtype = torch.int64,
     weights: torch.dtype = torch.float32,
     x: Tensor | None = None,
@@ -139,7 +139,7 @@ def make_case(
     ids = torch.randint(-1, NUM_EXPERTS, (tokens, top_k), generator=generator)
     values = torch.rand(tokens, top_k, generator=generator)
     inputs = x.to(device), ids.to(idx).to(device), values.to(weights).to(device)
-    return Case(*inputs, quantise, tokens + 5, power_of_two)
+    return Case(*inputs, quantize, tokens + 5, power_of_two)
 
 
 def run(case: Case, ops: Any, device: torch.device) -> Target:
@@ -150,11 +150,11 @@ def run(case: Case, ops: Any, device: torch.device) -> Target:
     return target
 
 
-@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("hidden", [128, 640, 2048, 4096, 7168])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 129, 4096])
-def test_shapes(cuda_device: torch.device, ops: Any, tokens: int, hidden: int, quantise: bool) -> None:
-    target = run(make_case(cuda_device, tokens, hidden, 8, quantise=quantise), ops, cuda_device)
+def test_shapes(cuda_device: torch.device, ops: Any, tokens: int, hidden: int, quantize: bool) -> None:
+    target = run(make_case(cuda_device, tokens, hidden, 8, quantize=quantize), ops, cuda_device)
     assert not target.part("error", torch.int32).any()
 
 
@@ -162,7 +162,7 @@ def test_shapes(cuda_device: torch.device, ops: Any, tokens: int, hidden: int, q
 def test_copying_form_takes_any_multiple_of_a_vector(
     cuda_device: torch.device, ops: Any, hidden: int
 ) -> None:
-    run(make_case(cuda_device, 129, hidden, 2, quantise=False), ops, cuda_device)
+    run(make_case(cuda_device, 129, hidden, 2, quantize=False), ops, cuda_device)
 
 
 @pytest.mark.parametrize("top_k", range(1, 17))
@@ -173,13 +173,13 @@ def test_slots(
 ) -> None:
     for tokens in (1, 129, 1031):
         case = make_case(
-            cuda_device, tokens, 128, top_k, quantise=False, idx=idx, weights=weights, seed=top_k
+            cuda_device, tokens, 128, top_k, quantize=False, idx=idx, weights=weights, seed=top_k
         )
         run(case, ops, cuda_device)
 
 
 def test_all_masked(cuda_device: torch.device, ops: Any) -> None:
-    case = make_case(cuda_device, 64, 128, 8, quantise=True)
+    case = make_case(cuda_device, 64, 128, 8, quantize=True)
     case.topk_idx.fill_(-1)
     target = run(case, ops, cuda_device)
     assert not target.part("error", torch.int32).any()
@@ -187,14 +187,14 @@ def test_all_masked(cuda_device: torch.device, ops: Any) -> None:
 
 @pytest.mark.parametrize("bad", [-2, NUM_EXPERTS, 2**31 - 1, -(2**31), 2**40, -(2**40)])
 def test_bad_id_is_masked_and_recorded(cuda_device: torch.device, ops: Any, bad: int) -> None:
-    case = make_case(cuda_device, 300, 128, 6, quantise=False)
+    case = make_case(cuda_device, 300, 128, 6, quantize=False)
     case.topk_idx[211, 4] = bad
     record = run(case, ops, cuda_device).part("error", torch.int32).tolist()
     assert record == [1, 211, 4, max(min(bad, 2**31 - 1), -(2**31)), 0, 0, 0, 0]
 
 
 def test_one_of_several_bad_ids_is_recorded_whole(cuda_device: torch.device, ops: Any) -> None:
-    case = make_case(cuda_device, 4096, 128, 8, quantise=False)
+    case = make_case(cuda_device, 4096, 128, 8, quantize=False)
     case.topk_idx[::3, 5] = -7
     case.topk_idx[1::3, 2] = 9000
     target = run(case, ops, cuda_device)
@@ -241,7 +241,7 @@ def test_special_groups(cuda_device: torch.device, ops: Any, power_of_two: bool)
         x = torch.randn(3, 640, generator=torch.Generator().manual_seed(2)).bfloat16()
         x[1, 256:384] = group.bfloat16()
         try:
-            case = make_case(cuda_device, 3, 640, 1, quantise=True, x=x, power_of_two=power_of_two)
+            case = make_case(cuda_device, 3, 640, 1, quantize=True, x=x, power_of_two=power_of_two)
             run(case, ops, cuda_device)
         except AssertionError as error:
             raise AssertionError(f"group of {name}: {error}") from error
@@ -257,13 +257,13 @@ def test_every_amax(cuda_device: torch.device, ops: Any, power_of_two: bool) -> 
     bits[torch.arange(0x8000), torch.randint(0, 128, (0x8000,), generator=generator)] = amax
     sign = torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int32) << 15
     x = (bits | sign).to(torch.uint16).view(torch.bfloat16).view(-1, 2048)
-    case = make_case(cuda_device, x.shape[0], 2048, 1, quantise=True, x=x, power_of_two=power_of_two)
+    case = make_case(cuda_device, x.shape[0], 2048, 1, quantize=True, x=x, power_of_two=power_of_two)
     run(case, ops, cuda_device)
 
 
-@pytest.mark.parametrize("quantise", [False, True])
-def test_runs_on_the_current_stream(cuda_device: torch.device, ops: Any, quantise: bool) -> None:
-    case = make_case(cuda_device, 129, 640, 8, quantise=quantise)
+@pytest.mark.parametrize("quantize", [False, True])
+def test_runs_on_the_current_stream(cuda_device: torch.device, ops: Any, quantize: bool) -> None:
+    case = make_case(cuda_device, 129, 640, 8, quantize=quantize)
     late = torch.randn(129, 640, device=cuda_device).bfloat16()
     target = Target(case, ops, cuda_device)
     torch.cuda.synchronize(cuda_device)
@@ -276,15 +276,15 @@ def test_runs_on_the_current_stream(cuda_device: torch.device, ops: Any, quantis
     assert_staged(target, case)
 
 
-@pytest.mark.parametrize("quantise", [False, True])
-def test_graph_replay_reads_new_values(cuda_device: torch.device, ops: Any, quantise: bool) -> None:
-    case = make_case(cuda_device, 257, 2048, 8, quantise=quantise)
+@pytest.mark.parametrize("quantize", [False, True])
+def test_graph_replay_reads_new_values(cuda_device: torch.device, ops: Any, quantize: bool) -> None:
+    case = make_case(cuda_device, 257, 2048, 8, quantize=quantize)
     target = run(case, ops, cuda_device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         target.stage(case)
     for seed in range(3):
-        new = make_case(cuda_device, 257, 2048, 8, quantise=quantise, seed=10 + seed)
+        new = make_case(cuda_device, 257, 2048, 8, quantize=quantize, seed=10 + seed)
         for old, values in (
             (case.x, new.x),
             (case.topk_idx, new.topk_idx),
@@ -298,7 +298,7 @@ def test_graph_replay_reads_new_values(cuda_device: torch.device, ops: Any, quan
 
 
 def test_repeats_bitwise(cuda_device: torch.device, ops: Any) -> None:
-    case = make_case(cuda_device, 4096, 2048, 8, quantise=True)
+    case = make_case(cuda_device, 4096, 2048, 8, quantize=True)
     first = run(case, ops, cuda_device).memory.clone()
     for _ in range(20):
         target = Target(case, ops, cuda_device)
@@ -307,7 +307,7 @@ def test_repeats_bitwise(cuda_device: torch.device, ops: Any) -> None:
 
 
 def test_arguments_on_two_devices_are_refused(cuda_device: torch.device, ops: Any) -> None:
-    case = make_case(cuda_device, 4, 128, 2, quantise=True)
+    case = make_case(cuda_device, 4, 128, 2, quantize=True)
     target = Target(case, ops, cuda_device)
     moved = Case(case.x, case.topk_idx.cpu(), case.topk_weights, True, case.max_tokens)
     with pytest.raises(RuntimeError, match=r"stage: topk_idx: device is cpu, must be cuda:\d"):
@@ -317,7 +317,7 @@ def test_arguments_on_two_devices_are_refused(cuda_device: torch.device, ops: An
 @pytest.mark.multi_gpu
 def test_device_that_is_not_current(cuda_devices: list[torch.device], ops: Any) -> None:
     with torch.cuda.device(cuda_devices[0]):
-        run(make_case(cuda_devices[1], 129, 640, 8, quantise=True), ops, cuda_devices[1])
+        run(make_case(cuda_devices[1], 129, 640, 8, quantize=True), ops, cuda_devices[1])
         assert torch.cuda.current_device() == cuda_devices[0].index
 
 

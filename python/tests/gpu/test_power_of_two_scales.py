@@ -46,8 +46,8 @@ def layer_of(device: torch.device, num_ranks: int) -> Layer:
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_forward(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     layer = layer_of(cuda_device, num_ranks)
-    pool = pool_of(chunks, shape_of(layer, quantise=True))
-    ranks = new_ranks(cuda_device, layer, pool_rows=pool, quantise=True, power_of_two=True)
+    pool = pool_of(chunks, shape_of(layer, quantize=True))
+    ranks = new_ranks(cuda_device, layer, pool_rows=pool, quantize=True, power_of_two=True)
     y = ranks.forward(layer)
     _forward_fp8.Judge(layer, power_of_two=True).assert_right(y)
     with pytest.raises(AssertionError, match="rank 0"):
@@ -79,10 +79,10 @@ def one_expert(device: torch.device) -> Layer:
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_what_the_forward_quantises(cuda_device: torch.device, power_of_two: bool) -> None:
+def test_what_the_forward_quantizes(cuda_device: torch.device, power_of_two: bool) -> None:
     """x bit for bit; scales of h as the emulation's, but for the last bits of a sigmoid."""
     layer = one_expert(cuda_device)
-    ranks = new_ranks(cuda_device, layer, quantise=True, power_of_two=power_of_two)
+    ranks = new_ranks(cuda_device, layer, quantize=True, power_of_two=power_of_two)
     ranks.forward(layer)
     (kernels,) = ranks.kernels
     x = quantize_rows(layer.x[0], power_of_two)
@@ -106,7 +106,7 @@ def test_what_the_forward_quantises(cuda_device: torch.device, power_of_two: boo
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @PRECISIONS
-def test_what_the_backward_quantises(cuda_device: torch.device, precision: str, power_of_two: bool) -> None:
+def test_what_the_backward_quantizes(cuda_device: torch.device, precision: str, power_of_two: bool) -> None:
     """x and dy bit for bit, those of the first tokens, which all warps copy, and those behind; dz of gate and up."""
     layer = one_expert(cuda_device)
     dy = random_dy(layer)
@@ -121,7 +121,7 @@ def test_what_the_backward_quantises(cuda_device: torch.device, precision: str, 
             f"scales of {name}"
         )
     parts = [(scales_of(kernels, "dz_sf_pool", 6), 200 * 6)]
-    if ranks.shape.quantise_gradients:
+    if ranks.shape.quantize_gradients:
         # Of two blocks of rows: of each column of dz and dy, of 128 of x and h.
         of_gradients = workspace_layout(ranks.shape).view(kernels.memory[1], "dw_sf_pool", torch.float32)
         parts.append((of_gradients, 2 * (2 * 384 + 512 + 4 + 3)))

@@ -69,7 +69,7 @@ def test_another_stream_waits_for_the_copy(cuda_device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_replayed_graph_quantises_what_it_finds(cuda_device: torch.device, inside: bool) -> None:
+def test_a_replayed_graph_quantizes_what_it_finds(cuda_device: torch.device, inside: bool) -> None:
     """Even where a copy was kept when the graph was captured."""
     copies, weight = WeightCopies(backward=True), parameter(cuda_device, 2, 256, 256)
     of(copies, weight)

@@ -75,7 +75,7 @@ def run(weight: Tensor, ops: Any, *, wanted: str = "both", power_of_two: bool = 
     codes = Result((experts, rows, columns), E4M3, device)
     transposed = Result((experts, columns, rows), E4M3, device)
     scales = Result((experts, rows // 128, columns // 128), torch.float32, device)
-    ops.quantise_weights(
+    ops.quantize_weights(
         weight,
         codes.tensor if wanted in ("both", "codes") else none,
         transposed.tensor if wanted in ("both", "transposed") else none,
@@ -190,7 +190,7 @@ def test_both_copies_hold_the_codes_of_the_reference(cuda_device: torch.device, 
     weight = normal(1, 256, 512, seed=4).to(cuda_device)
     codes, transposed = (torch.empty(1, *s, dtype=E4M3, device=cuda_device) for s in ((256, 512), (512, 256)))
     scales = torch.empty(1, 2, 4, device=cuda_device)
-    ops.quantise_weights(weight, codes, transposed, scales, False)
+    ops.quantize_weights(weight, codes, transposed, scales, False)
     want, want_scales = quantize_weight(weight[0])
     assert torch.equal(codes[0].view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(scales[0], want_scales)
@@ -209,7 +209,7 @@ def test_runs_on_the_current_stream(cuda_device: torch.device, ops: Any) -> None
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         weight.copy_(late)  # on any other stream the kernel would have read the weight before this
-        ops.quantise_weights(weight, codes, none, scales, False)
+        ops.quantize_weights(weight, codes, none, scales, False)
     stream.synchronize()
     want, _ = definition(late, False)
     assert_same_codes(codes.view(torch.uint8).cpu(), want)
@@ -219,10 +219,10 @@ def test_graph_replay_reads_new_values(cuda_device: torch.device, ops: Any) -> N
     weight = normal(2, 256, 128).to(cuda_device)
     codes, transposed = (torch.empty(2, *s, dtype=E4M3, device=cuda_device) for s in ((256, 128), (128, 256)))
     scales = torch.empty(2, 2, 1, device=cuda_device)
-    ops.quantise_weights(weight, codes, transposed, scales, False)
+    ops.quantize_weights(weight, codes, transposed, scales, False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.quantise_weights(weight, codes, transposed, scales, False)
+        ops.quantize_weights(weight, codes, transposed, scales, False)
     for seed in range(3):
         weight.copy_(normal(2, 256, 128, seed=10 + seed))
         graph.replay()
@@ -236,5 +236,5 @@ def test_graph_replay_reads_new_values(cuda_device: torch.device, ops: Any) -> N
 def test_arguments_on_two_devices_are_refused(cuda_device: torch.device, ops: Any) -> None:
     weight = normal(1, 128, 128).to(cuda_device)
     none = torch.empty(0, dtype=E4M3)
-    with pytest.raises(RuntimeError, match=r"quantise_weights: scales: device is cpu, must be cuda:\d"):
-        ops.quantise_weights(weight, none, none, torch.empty(1, 1, 1), False)
+    with pytest.raises(RuntimeError, match=r"quantize_weights: scales: device is cpu, must be cuda:\d"):
+        ops.quantize_weights(weight, none, none, torch.empty(1, 1, 1), False)

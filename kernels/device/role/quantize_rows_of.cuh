@@ -5,21 +5,21 @@
 #include "device/ptx/global_memory.cuh"
 #include "device/role/layer_arrival.cuh"
 #include "device/role/layer_source.cuh"
-#include "device/role/quantise_arrived.cuh"
+#include "device/role/quantize_arrived.cuh"
 
 namespace mega_moe::device {
 
-// One warp: rows of its tokens, read and quantised through registers, `NumVectors` of 512 bytes at once.
-// While these are quantised the next are on their way, and a fence tells of several tokens: both take longer
+// One warp: rows of its tokens, read and quantized through registers, `NumVectors` of 512 bytes at once.
+// While these are quantized the next are on their way, and a fence tells of several tokens: both take longer
 // than the work itself.
 template <class C, int NumVectors>
-class QuantisedRowsOf {
+class QuantizedRowsOf {
   public:
-    __device__ __forceinline__ QuantisedRowsOf(const LayerParams& params, const ChunkView& chunk)
+    __device__ __forceinline__ QuantizedRowsOf(const LayerParams& params, const ChunkView& chunk)
         : p(params), view(chunk), row_bytes(params.hidden * 2) {}
 
     // So many of the tokens at most.
-    __device__ __forceinline__ void quantise(TokensInOrder tokens, int left) {
+    __device__ __forceinline__ void quantize(TokensInOrder tokens, int left) {
         Piece piece{};
         if (left == 0 || !tokens.next(piece.of)) return;
         Vectors v;
@@ -95,7 +95,7 @@ class QuantisedRowsOf {
             const int group = (piece.offset + first * 512) / 256;
             const int groups = row_bytes / 256 - group;
             if (groups > 0)
-                quantise_arrived(p.codes[piece.moved], view, piece.of, p.hidden, group,
+                quantize_arrived(p.codes[piece.moved], view, piece.of, p.hidden, group,
                                  min(groups, 2 * kQuad), p.rounding, quad);
         }
     }

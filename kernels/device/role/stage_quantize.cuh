@@ -54,8 +54,8 @@ __device__ __forceinline__ uint4 swap_codes(uint2 first, uint2 second, bool odd)
     return odd ? uint4{got.x, got.y, second.x, second.y} : uint4{first.x, first.y, got.x, got.y};
 }
 
-// Eight groups, quantised.
-struct QuantisedQuad {
+// Eight groups, quantized.
+struct QuantizedQuad {
     uint4 codes[kQuad / 2];  // 16 codes of vector 2 i in even lanes, of 2 i + 1 in odd ones
     float scale;             // of vector quad_vector(lane), in lanes that hold one
 };
@@ -66,7 +66,7 @@ __device__ __forceinline__ int quad_vector(int lane) {
 }
 
 // By one warp; `v` are consecutive loads of 512 bytes.
-__device__ __forceinline__ QuantisedQuad quantise_quad(uint4 (&v)[kQuad], ScaleRounding rounding, int lane) {
+__device__ __forceinline__ QuantizedQuad quantize_quad(uint4 (&v)[kQuad], ScaleRounding rounding, int lane) {
     const GroupScale own = make_group_scale(amax_of_own_group(v, lane), rounding);
     if (__any_sync(kWholeWarp, own.lift != 1.0f)) {
 #pragma unroll
@@ -75,14 +75,14 @@ __device__ __forceinline__ QuantisedQuad quantise_quad(uint4 (&v)[kQuad], ScaleR
             v[i] = ptx::scale_bf16x8(v[i], lift);
         }
     }
-    QuantisedQuad quad;
+    QuantizedQuad quad;
     quad.scale = own.scale;
 #pragma unroll
     for (int i = 0; i < kQuad; i += 2) {
         uint2 codes[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            codes[j] = quantise_vector(v[i + j],
+            codes[j] = quantize_vector(v[i + j],
                                        __shfl_sync(kWholeWarp, own.high, scale_lane(i + j), kLanesPerGroup),
                                        __shfl_sync(kWholeWarp, own.low, scale_lane(i + j), kLanesPerGroup));
         quad.codes[i / 2] = swap_codes(codes[0], codes[1], (lane & 1) != 0);
@@ -90,8 +90,8 @@ __device__ __forceinline__ QuantisedQuad quantise_quad(uint4 (&v)[kQuad], ScaleR
     return quad;
 }
 
-// Rows to quantise, each of whole groups, and where they go.
-struct QuantisedRows {
+// Rows to quantize, each of whole groups, and where they go.
+struct QuantizedRows {
     const void* x;  // bf16
     void* codes;    // e4m3
     float* scales;  // one per group
@@ -102,7 +102,7 @@ struct QuantisedRows {
 inline constexpr uint32_t kGroupsPerWarp = 2 * kQuad;
 
 // Groups from `first_group` on that are there for this half of the warp, which has every second one.
-__device__ __forceinline__ int groups_of_half(const QuantisedRows& rows, uint32_t first_group) {
+__device__ __forceinline__ int groups_of_half(const QuantizedRows& rows, uint32_t first_group) {
     if (first_group >= rows.num_groups) return 0;
     const auto half = static_cast<int>(threadIdx.x % 32) / kLanesPerGroup;
     return static_cast<int>(min(rows.num_groups - first_group, kGroupsPerWarp)) - half;
@@ -110,7 +110,7 @@ __device__ __forceinline__ int groups_of_half(const QuantisedRows& rows, uint32_
 
 // One warp: loads the groups from `first_group` on, in kQuad consecutive loads of 512 bytes, which are 8
 // groups.
-__device__ __forceinline__ void load_groups(const QuantisedRows& rows, uint32_t first_group,
+__device__ __forceinline__ void load_groups(const QuantizedRows& rows, uint32_t first_group,
                                             uint4 (&v)[kQuad]) {
     const int groups_left = groups_of_half(rows, first_group);
     const uint4* source =
@@ -120,13 +120,13 @@ __device__ __forceinline__ void load_groups(const QuantisedRows& rows, uint32_t 
         v[i] = 2 * i < groups_left ? ptx::load_stream(source + i * 32) : uint4{0, 0, 0, 0};
 }
 
-// One warp: quantises what load_groups has loaded.
-__device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint32_t first_group,
+// One warp: quantizes what load_groups has loaded.
+__device__ __forceinline__ void quantize_groups(const QuantizedRows& rows, uint32_t first_group,
                                                 uint4 (&v)[kQuad]) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int half = lane / kLanesPerGroup;
     const int groups_left = groups_of_half(rows, first_group);
-    const QuantisedQuad quad = quantise_quad(v, rows.rounding, lane);
+    const QuantizedQuad quad = quantize_quad(v, rows.rounding, lane);
     const int own = quad_vector(lane);
     if (own >= 0 && 2 * own < groups_left) rows.scales[first_group + 2 * own + half] = quad.scale;
     const int odd = lane & 1;
@@ -137,16 +137,16 @@ __device__ __forceinline__ void quantise_groups(const QuantisedRows& rows, uint3
         if (2 * (i + odd) < groups_left) ptx::store(target + i * 16, quad.codes[i / 2]);
 }
 
-// Quantises one tile of the staging kernel.
+// Quantizes one tile of the staging kernel.
 template <class Config>
-__device__ __forceinline__ void stage_quantise(const StageParams& p, uint32_t tile) {
+__device__ __forceinline__ void stage_quantize(const StageParams& p, uint32_t tile) {
     static_assert(Config::kVectors == kQuad, "a warp reduces its vectors as one quad");
-    const QuantisedRows rows{p.x, p.staged_x, p.staged_sf, p.num_groups, p.rounding};
+    const QuantizedRows rows{p.x, p.staged_x, p.staged_sf, p.num_groups, p.rounding};
     const uint32_t first_group = (tile * (Config::kThreads / 32) + threadIdx.x / 32) * kGroupsPerWarp;
     if (first_group >= rows.num_groups) return;
     uint4 v[kQuad];
     load_groups(rows, first_group, v);
-    quantise_groups(rows, first_group, v);
+    quantize_groups(rows, first_group, v);
 }
 
 }  // namespace mega_moe::device

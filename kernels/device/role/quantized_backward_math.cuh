@@ -2,13 +2,13 @@
 #include <cmath>
 #include <cstdint>
 
-#include "device/epilogue/quantise_rows.cuh"
+#include "device/epilogue/quantize_rows.cuh"
 #include "device/epilogue/store_rows.cuh"
 #include "device/epilogue/swiglu_backward.cuh"
 #include "device/role/backward_gradient.cuh"
 #include "device/role/backward_schedule.cuh"
 #include "device/role/backward_transpose.cuh"
-#include "device/role/quantised_stages.cuh"
+#include "device/role/quantized_stages.cuh"
 #include "layout/scale_runs.h"
 
 namespace mega_moe::device {
@@ -16,9 +16,9 @@ namespace mega_moe::device {
 // One warpgroup: its part of this CTA's tiles, of which dz and dx are products of e4m3 and the weights'
 // gradients of bf16 or of e4m3.
 template <class C>
-class QuantisedBackwardMath {
+class QuantizedBackwardMath {
   public:
-    __device__ __forceinline__ QuantisedBackwardMath(const BackwardParams& params, const LayerShared<C>& map)
+    __device__ __forceinline__ QuantizedBackwardMath(const BackwardParams& params, const LayerShared<C>& map)
         : p(params),
           shared(map),
           math_warp_(static_cast<int>(ptx::from_lane(ptx::thread_id() / 32, 0)) - 4),
@@ -34,12 +34,12 @@ class QuantisedBackwardMath {
                 dz_tile(tracer);
             else if (kind == kDxTile)
                 dx_tile(tracer);
-            else if constexpr (!C::kQuantisesGradients)
+            else if constexpr (!C::kQuantizesGradients)
                 gradient(tracer);
             else if (kind == kTransposeTile)
                 transpose_tile(tracer);
             else
-                quantised_gradient(tracer);
+                quantized_gradient(tracer);
         }
         told_.publish(lane());
         // What was stored and is not counted still reads this CTA's shared memory.
@@ -80,7 +80,7 @@ class QuantisedBackwardMath {
         for (int i = 0; i < Columns; ++i)
             sums[i] = 0.0f;
         told_.wait(shared.full(stage_.at), stage_.parity, lane());
-        multiply_quantised<Stored>(sums, shared, stage_, k_blocks, told_, RowScalesOfStage<C>{shared},
+        multiply_quantized<Stored>(sums, shared, stage_, k_blocks, told_, RowScalesOfStage<C>{shared},
                                    math_warp_, lane());
     }
     // A warpgroup without rows passes the stages on.
@@ -99,7 +99,7 @@ class QuantisedBackwardMath {
             weight = __uint_as_float(static_cast<std::uint32_t>(
                 ptx::load_relaxed_gpu(p.route.slots + t.slot + warp_row() + lane()) >> 32));
         told_.wait(shared.full(stage_.at), stage_.parity, lane());
-        if constexpr (C::kQuantisesGradients) {
+        if constexpr (C::kQuantizesGradients) {
             // They go where a copy may still read.
             if (lane() == 0) ptx::bulk_wait_read<0>();
             __syncwarp();
@@ -112,7 +112,7 @@ class QuantisedBackwardMath {
     __device__ __forceinline__ void dz_tile(Tracer<C::kTrace>& tracer) {
         if (record().rows <= first_row()) {
             const BackwardTile t = pass(2);
-            if constexpr (C::kQuantisesGradients) {
+            if constexpr (C::kQuantizesGradients) {
                 // Of 128 rows, which is what the gradients read.
                 if (t.rows == 0) return;
                 GradientOperands<C>(p, shared, t, math_warp_, layout::kMathWarps).store_zeros(t.column);
@@ -138,8 +138,8 @@ class QuantisedBackwardMath {
         const BackwardTile t = take_record();
         trace_end(TraceKind::kDz, t, tracer);
         told_.publish(lane());
-        if constexpr (C::kQuantisesGradients)
-            store_quantised_dz(t, gate, up, dh);
+        if constexpr (C::kQuantizesGradients)
+            store_quantized_dz(t, gate, up, dh);
         else
             store_dz(t, gate, up, dh);
         told_.later(zd_done(t), nullptr, lane());
@@ -189,7 +189,7 @@ class QuantisedBackwardMath {
     }
     // Without bf16: codes of 128 rows for the gradients, and of each row for dx. Rows beyond the last are
     // zeros of x and dy, of which nothing else can become.
-    __device__ __forceinline__ void store_quantised_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
+    __device__ __forceinline__ void store_quantized_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
                                                        const std::uint32_t (&up)[32], float (&dh)[64]) {
         const int lane = static_cast<int>(ptx::lane_id_anew());
         // Whatever copy read the buffer last.
@@ -305,7 +305,7 @@ class QuantisedBackwardMath {
                             static_cast<int>(ptx::lane_id_anew()), tracer);
     }
 
-    __device__ __forceinline__ void quantised_gradient(Tracer<C::kTrace>& tracer) {
+    __device__ __forceinline__ void quantized_gradient(Tracer<C::kTrace>& tracer) {
         trace_wait(tracer);
         float d[128];
         if (record().rows > 0) {

@@ -1,21 +1,21 @@
-#include "mega_moe/quantise_weights.h"
+#include "mega_moe/quantize_weights.h"
 
-#include "device/role/quantise_weights_params.h"
+#include "device/role/quantize_weights_params.h"
 #include "host/launch.h"
 #include "host/make_status.h"
 #include "layout/weight_block.h"
 
 namespace mega_moe {
 
-Status launch_quantise_weights(const QuantiseWeightsProblem& problem) noexcept {
+Status launch_quantize_weights(const QuantizeWeightsProblem& problem) noexcept {
     DeviceFacts facts{};
     const Variant* variant = nullptr;
     const Status status =
-        prepare_launch(Op::kQuantiseWeights, Precision::kFp8, problem.device, facts, variant);
+        prepare_launch(Op::kQuantizeWeights, Precision::kFp8, problem.device, facts, variant);
     // A grid of no blocks is an error of the runtime; there is nothing to make.
     if (!status.ok || problem.num_experts == 0) return status;
 
-    device::QuantiseWeightsParams params{};
+    device::QuantizeWeightsParams params{};
     params.weight = static_cast<const std::byte*>(problem.weight);
     params.codes = static_cast<std::byte*>(problem.codes);
     params.codes_transposed = static_cast<std::byte*>(problem.codes_transposed);

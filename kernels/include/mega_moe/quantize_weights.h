@@ -8,7 +8,7 @@ namespace mega_moe {
 // Makes e4m3 copies of a weight, with one fp32 scale factor per block of 128 x 128, which serves both.
 // Pointers are device addresses on `device`, aligned to 16 bytes; extents are checked by the caller. A copy
 // that nobody wants is null.
-struct QuantiseWeightsProblem {
+struct QuantizeWeightsProblem {
     const void* weight;      // bf16 [num_experts, rows, columns]
     void* codes;             // e4m3 [num_experts, rows, columns]
     void* codes_transposed;  // e4m3 [num_experts, columns, rows]
@@ -21,6 +21,6 @@ struct QuantiseWeightsProblem {
     void* stream;  // cudaStream_t
 };
 
-Status launch_quantise_weights(const QuantiseWeightsProblem& problem) noexcept;
+Status launch_quantize_weights(const QuantizeWeightsProblem& problem) noexcept;
 
 }  // namespace mega_moe

@@ -1,4 +1,4 @@
-#include "mega_moe/quantise_weights.h"
+#include "mega_moe/quantize_weights.h"
 
 #include "binding/check.h"
 #include "binding/operand.h"
@@ -13,9 +13,9 @@ constexpr int64_t kBlock = 128;
 
 }  // namespace
 
-void quantise_weights(const Tensor& weight, const Tensor& codes, const Tensor& codes_transposed,
+void quantize_weights(const Tensor& weight, const Tensor& codes, const Tensor& codes_transposed,
                       const Tensor& scales, bool power_of_two) {
-    const Checker check("quantise_weights");
+    const Checker check("quantize_weights");
     check.dims("weight", weight, 3);
     const int64_t experts = weight.size(0);
     const int64_t rows = weight.size(1);
@@ -34,7 +34,7 @@ void quantise_weights(const Tensor& weight, const Tensor& codes, const Tensor& c
     check_operand(check, "scales", scales, {ScalarType::Float}, {experts, rows / kBlock, columns / kBlock});
     // The device comes last, so that a machine without a GPU can test every check above.
     check.cuda("weight", weight);
-    QuantiseWeightsProblem problem{};
+    QuantizeWeightsProblem problem{};
     if (is_wanted(codes)) {
         check.same_device("codes", codes, weight);
         problem.codes = codes.mutable_data_ptr();
@@ -54,7 +54,7 @@ void quantise_weights(const Tensor& weight, const Tensor& codes, const Tensor& c
     problem.power_of_two = power_of_two;
     problem.device = weight.get_device_index();
     problem.stream = current_stream(problem.device);
-    const Status status = launch_quantise_weights(problem);
+    const Status status = launch_quantize_weights(problem);
     if (!status.ok) check.fail(status.message);
 }
 

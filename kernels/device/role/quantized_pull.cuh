@@ -7,7 +7,7 @@
 #include "device/role/layer_shared.cuh"
 #include "device/role/layer_source.cuh"
 
-// Dispatch of a quantised layer: rows of e4m3 and their scale factors. Rows are half as long as in bf16 and
+// Dispatch of a quantized layer: rows of e4m3 and their scale factors. Rows are half as long as in bf16 and
 // wanted nearly twice as fast, so more pieces are under way than a warp could remember in its registers.
 namespace mega_moe::device {
 
@@ -37,9 +37,9 @@ __device__ __forceinline__ void copy_scales(const LayerParams& p, const ChunkVie
 // its buffers.
 // What is known of a piece lies in shared memory until it is told to have arrived.
 template <class C>
-class QuantisedPuller {
+class QuantizedPuller {
   public:
-    __device__ __forceinline__ QuantisedPuller(const LayerParams& params, const LayerShared<C>& map)
+    __device__ __forceinline__ QuantizedPuller(const LayerParams& params, const LayerShared<C>& map)
         : p(params), shared(map) {}
 
     __device__ __forceinline__ void pull_chunk(const ChunkView& view, int chunk, int first, int step,

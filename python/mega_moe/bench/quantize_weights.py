@@ -1,6 +1,6 @@
 """The kernel that makes e4m3 copies of weights, against the device copy: each weight of a layer, both copies or one.
 
-python -m mega_moe.bench.quantise_weights [--shape 30B,235B] [--ep 1,8] [--json FILE]
+python -m mega_moe.bench.quantize_weights [--shape 30B,235B] [--ep 1,8] [--json FILE]
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _E4M3 = torch.float8_e4m3fn
 _ERROR = 0.03
 
 
-def quantise_bytes(experts: int, rows: int, columns: int, copies: str) -> int:
+def quantize_bytes(experts: int, rows: int, columns: int, copies: str) -> int:
     """Bytes read plus bytes written: bf16 in, e4m3 out once or twice, an fp32 scale per block."""
     elements = experts * rows * columns
     return elements * (4 if copies == "both" else 3) + 4 * elements // _BLOCK**2
 
 
 @dataclass(frozen=True)
-class QuantiseRow:
+class QuantizeRow:
     """One weight ``[experts, rows, columns]`` of a layer under one protocol."""
 
     shape: str
@@ -70,7 +70,7 @@ class _Weight:
         self._scales = torch.empty(experts, rows // _BLOCK, columns // _BLOCK, device=device)
 
     def call(self) -> None:
-        library.require().quantise_weights(self._weight, self._codes, self._turned, self._scales, False)
+        library.require().quantize_weights(self._weight, self._codes, self._turned, self._scales, False)
 
     def poison(self) -> None:
         for tensor in (self._codes, self._turned):
@@ -106,9 +106,9 @@ def _copy_rates(device: torch.device, alone: Context, quick: bool) -> dict[str, 
     return rates
 
 
-def time_quantise(
+def time_quantize(
     shape: Shape, ep_size: int, rates: dict[str, float], device: torch.device, quick: bool
-) -> Iterator[QuantiseRow]:
+) -> Iterator[QuantizeRow]:
     """A row per weight, copies and protocol. Raises ValueError for experts that the ranks cannot share."""
     if shape.num_experts % ep_size:
         raise ValueError(f"ep: got {ep_size}, wanted a divisor of {shape.num_experts} experts")
@@ -126,10 +126,10 @@ def time_quantise(
                 timer = CudaTimer(device, ClockProbe(device))
                 timing = measure([made.call], chosen, timer, alone, poison=made.poison)
                 made.check()
-                size = quantise_bytes(experts, rows, columns, copies)
+                size = quantize_bytes(experts, rows, columns, copies)
                 rate = size / timing.seconds * 1e-9
                 percent = 100 * rate / rates[protocol.name]
-                yield QuantiseRow(
+                yield QuantizeRow(
                     shape.name,
                     ep_size,
                     name,
@@ -146,7 +146,7 @@ def time_quantise(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mega_moe.bench.quantise_weights", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m mega_moe.bench.quantize_weights", description=__doc__)
     parser.add_argument("--shape", default="30B,235B", help="separated by commas (default: 30B,235B)")
     parser.add_argument(
         "--ep", default="1,8", help="ranks that share the experts, separated by commas (default: 1,8)"
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for name in given.shape.split(","):
         for ep_size in map(int, given.ep.split(",")):
-            for row in time_quantise(find_shape(name), ep_size, rates, device, given.quick):
+            for row in time_quantize(find_shape(name), ep_size, rates, device, given.quick):
                 print(row, flush=True)
                 rows.append(row)
     if given.json is not None:

@@ -7,7 +7,7 @@
 namespace mega_moe::device {
 
 // Parameters of the kernel that makes a weight's e4m3 copies. A copy that nobody wants is null.
-struct QuantiseWeightsParams {
+struct QuantizeWeightsParams {
     const std::byte* weight;      // bf16 [experts, rows, columns]
     std::byte* codes;             // e4m3 [experts, rows, columns]
     std::byte* codes_transposed;  // e4m3 [experts, columns, rows]

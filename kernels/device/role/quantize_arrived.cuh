@@ -4,21 +4,21 @@
 #include "device/ptx/global_memory.cuh"
 #include "device/ptx/warp.cuh"
 #include "device/role/layer_rows.cuh"
-#include "device/role/stage_quantise.cuh"
+#include "device/role/stage_quantize.cuh"
 #include "layout/scale_runs.h"
 
-// Rows that come in bf16 and are quantised when they arrive, beside being stored as they are: a product of
+// Rows that come in bf16 and are quantized when they arrive, beside being stored as they are: a product of
 // e4m3 reads the one, a sum over rows in bf16 the other.
 namespace mega_moe::device {
 
 // One warp: up to eight groups of a token's row, from `first` on, to each of its slots.
-__device__ __forceinline__ void quantise_arrived(const ArrivedCodes& to, const ChunkView& view,
+__device__ __forceinline__ void quantize_arrived(const ArrivedCodes& to, const ChunkView& view,
                                                  const TokenRows& t, int hidden, int first, int groups,
                                                  ScaleRounding rounding, uint4 (&v)[kQuad]) {
     const int lane = static_cast<int>(ptx::lane_id());
     const int half = lane / kLanesPerGroup;
     const int odd = lane & 1;
-    const QuantisedQuad quad = quantise_quad(v, rounding, lane);
+    const QuantizedQuad quad = quantize_quad(v, rounding, lane);
     const int own = quad_vector(lane);
     const int groups_left = groups - half;
 #pragma unroll 1

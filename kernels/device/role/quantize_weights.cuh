@@ -5,7 +5,7 @@
 #include "device/base/transpose_bytes.cuh"
 #include "device/ptx/bf16x2.cuh"
 #include "device/ptx/global_memory.cuh"
-#include "device/role/quantise_weights_params.h"
+#include "device/role/quantize_weights_params.h"
 #include "device/tile/e4m3_vector.cuh"
 #include "layout/weight_block.h"
 
@@ -13,7 +13,7 @@ namespace mega_moe::device {
 
 inline constexpr int kPatchWarps = layout::kPatchThreads / 32;
 
-struct QuantiseWeightsShared {
+struct QuantizeWeightsShared {
     alignas(16) uint8_t transposed[layout::kTransposedBytes];
     alignas(16) uint32_t amax[kPatchWarps];
 };
@@ -54,10 +54,10 @@ __device__ __forceinline__ void store_transposed(const uint8_t* shared, std::byt
     }
 }
 
-// Quantises one block of 128 x 128. Rows of it are 256 bytes to read and 128 to write, in either copy, and
+// Quantizes one block of 128 x 128. Rows of it are 256 bytes to read and 128 to write, in either copy, and
 // blocks of neighbouring numbers, which run at once, are neighbours along the rows.
-__device__ __forceinline__ void quantise_weight_block(const QuantiseWeightsParams& p, uint32_t block,
-                                                      QuantiseWeightsShared& shared) {
+__device__ __forceinline__ void quantize_weight_block(const QuantizeWeightsParams& p, uint32_t block,
+                                                      QuantizeWeightsShared& shared) {
     using layout::kPatch;
     using layout::kPatches;
     using layout::kWeightBlock;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void quantise_weight_block(const QuantiseWeightsParam
     uint32_t codes[kPatch][2];
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
-        const uint2 row = quantise_vector(v[i], scale.high, scale.low);
+        const uint2 row = quantize_vector(v[i], scale.high, scale.low);
         codes[i][0] = row.x;
         codes[i][1] = row.y;
         if (p.codes != nullptr) ptx::store(p.codes + first + i * columns, row);

@@ -79,5 +79,5 @@ def arguments(**changes: Any) -> dict[str, Any]:
 )
 def test_refuses(ops: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError) as error:
-        ops.quantise_weights(**arguments(**changes))
-    assert str(error.value) == f"quantise_weights: {message}"
+        ops.quantize_weights(**arguments(**changes))
+    assert str(error.value) == f"quantize_weights: {message}"

@@ -6,7 +6,7 @@
 #include "device/ptx/shared_memory.cuh"
 #include "device/role/layer_math.cuh"
 
-// How the warps of a quantised layer go through the stages of its e4m3 products. Beside the sums a math warp
+// How the warps of a quantized layer go through the stages of its e4m3 products. Beside the sums a math warp
 // has some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
 namespace mega_moe::device {
 
@@ -26,7 +26,7 @@ struct Deferred {
     // By one warp. It waits for this warp's stores alone: wgmma keeps the warps of a warpgroup in step, and
     // one that waited for another here could wait for ever.
     __device__ __forceinline__ void publish(int lane) {
-        if constexpr (C::kQuantisesRows) {
+        if constexpr (C::kQuantizesRows) {
             // Of dz, which ordinary stores write and copies read. Here rather than behind the stores, since
             // they are through by now.
             if (counter >= 0) ptx::fence_proxy_async_global();
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_column_scales(const LayerShared<C>& shared,
 //   RowScales: std::uint32_t operator()(int stage, int k_block), shared address of the scale factor of the
 //   tile's first row; kStride, bytes to the next row's
 template <class C, class RowScales, class Operands>
-struct QuantisedStages {
+struct QuantizedStages {
     using Stored = Operands;
     const LayerShared<C>& shared;
     RingCursor<C::kStages>& stage;  // the next that is opened
@@ -132,12 +132,12 @@ __device__ __forceinline__ void pass_tile(const LayerShared<C>& shared, RingCurs
 
 // sums += a tile's products, by a warpgroup with rows.
 template <class Stored = SwizzledRows, class C, class RowScales, int Columns>
-__device__ __forceinline__ void multiply_quantised(float (&sums)[Columns], const LayerShared<C>& shared,
+__device__ __forceinline__ void multiply_quantized(float (&sums)[Columns], const LayerShared<C>& shared,
                                                    RingCursor<C::kStages>& stage, int k_blocks,
                                                    Deferred<C>& unpublished, const RowScales& row_scales,
                                                    int math_warp, int lane) {
     [[maybe_unused]] const std::uint32_t zero = ptx::opaque_zero();
-    QuantisedStages<C, RowScales, Stored> stages{shared, stage, unpublished, row_scales, math_warp / 4, lane};
+    QuantizedStages<C, RowScales, Stored> stages{shared, stage, unpublished, row_scales, math_warp / 4, lane};
     if constexpr (Columns == 128 && kPromotion == Promotion::kHalves) {
         while (stages.k_block < k_blocks)
             multiply_block_in_halves(sums, stages);

@@ -77,7 +77,7 @@ __device__ __forceinline__ void stage_codes(const float* d, const float (&factor
 
 // Codes by the map's box of 128 x 16 at (column, row), scale factors to 16 words at `scales`, through 64
 // bytes of shared memory.
-__device__ __forceinline__ void quantise_rows(float* d, const float (&weight)[2], ScaleRounding rounding,
+__device__ __forceinline__ void quantize_rows(float* d, const float (&weight)[2], ScaleRounding rounding,
                                               const void* map, std::uint32_t buffer,
                                               std::uint32_t scale_buffer, int column, int row,
                                               std::byte* scales, int lane) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ float amax_of_fours(const float (&v)[4], int lane) {
                             __shfl_xor_sync(ptx::kAllLanes, upper ? pair[0] : pair[1], 2));
 }
 
-// The thread's part of two groups of a row as quantise_rows takes them, without weights: the four lanes of a
+// The thread's part of two groups of a row as quantize_rows takes them, without weights: the four lanes of a
 // row find one scale factor each, of group lane / 2 % 2 and row lane / 4 + 8 (lane % 2), which is returned.
 // Elements are lifted where their scale asks for that, and are to be multiplied by factor[group][row].
 __device__ __forceinline__ float factors_of_two_groups(float (&first)[64], float (&second)[64],

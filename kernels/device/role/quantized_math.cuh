@@ -2,11 +2,11 @@
 #include <cmath>
 #include <cstdint>
 
-#include "device/epilogue/quantise_rows.cuh"
+#include "device/epilogue/quantize_rows.cuh"
 #include "device/epilogue/store_rows.cuh"
 #include "device/epilogue/swiglu.cuh"
 #include "device/role/forward_schedule.cuh"
-#include "device/role/quantised_stages.cuh"
+#include "device/role/quantized_stages.cuh"
 #include "layout/scale_runs.h"
 
 namespace mega_moe::device {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void trace_end(Tracer<C::kTrace>& tracer, TraceKind k
 
 // One warp: stores its part of a tile, which is then told by `unpublished`.
 template <class C>
-__device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, const LayerShared<C>& shared,
+__device__ __forceinline__ void store_quantized_tile(const ForwardParams& p, const LayerShared<C>& shared,
                                                      const TileRecord& t, int math_warp, float (&d)[128],
                                                      float lane_weight, Deferred<C>& unpublished, int lane) {
     const int first_row = math_warp / 4 * layout::kRowBlock;
@@ -69,14 +69,14 @@ __device__ __forceinline__ void store_quantised_tile(const ForwardParams& p, con
         swiglu_tile<false, false>(d, weight, p.clamp);
     const std::int64_t run =
         layout::scale_run(t.pool_row, t.column_block, p.intermediate / layout::kQuantGroup);
-    quantise_rows(d, weight, p.rounding, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
+    quantize_rows(d, weight, p.rounding, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
                   t.pool_row + warp_row, p.h_scales + run * layout::kRowScaleBytes + warp_row * 4, lane);
     unpublished.counter += static_cast<std::int32_t>(p.gate_up_done);
 }
 
 // One warpgroup: its part of this CTA's tiles.
 template <class C>
-__device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p, const LayerShared<C>& shared,
+__device__ __forceinline__ void multiply_quantized_tiles(const ForwardParams& p, const LayerShared<C>& shared,
                                                          Tracer<C::kTrace>& tracer) {
     const int lane = static_cast<int>(ptx::lane_id());
     const int math_warp = static_cast<int>(ptx::from_lane(ptx::thread_id() / 32, 0)) - 4;
@@ -116,15 +116,15 @@ __device__ __forceinline__ void multiply_quantised_tiles(const ForwardParams& p,
         unpublished.wait(shared.full(stage.at), stage.parity, lane);
         trace_end<C>(tracer, TraceKind::kWaitTurn, record(), first_row);
         if (down)
-            multiply_quantised(d, shared, stage, t.k_blocks, unpublished, RowScalesOfStage<C>{shared},
+            multiply_quantized(d, shared, stage, t.k_blocks, unpublished, RowScalesOfStage<C>{shared},
                                math_warp, lane);
         else
-            multiply_quantised(d, shared, stage, t.k_blocks, unpublished,
+            multiply_quantized(d, shared, stage, t.k_blocks, unpublished,
                                RowScalesOfX<C>{shared, first_x_scales}, math_warp, lane);
         const TileRecord tile = record();
         release_record();
         trace_end<C>(tracer, down ? TraceKind::kDown : TraceKind::kGateUp, tile, first_row);
-        store_quantised_tile<C>(p, shared, tile, math_warp, d, lane_weight, unpublished,
+        store_quantized_tile<C>(p, shared, tile, math_warp, d, lane_weight, unpublished,
                                 static_cast<int>(ptx::lane_id_anew()));
         trace_end<C>(tracer, down ? TraceKind::kStoreDown : TraceKind::kStoreGateUp, tile, first_row);
     }
