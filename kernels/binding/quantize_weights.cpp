@@ -1,20 +1,19 @@
 #include "mega_moe/quantize_weights.h"
 
+#include <torch/csrc/stable/accelerator.h>
+
 #include "binding/check.h"
-#include "binding/operand.h"
+#include "binding/operands.h"
 #include "binding/ops.h"
 #include "binding/stream.h"
 #include "mega_moe/limits.h"
 
 namespace mega_moe::binding {
-namespace {
 
-constexpr int64_t kBlock = 128;
-
-}  // namespace
-
-void quantize_weights(const Tensor& weight, const Tensor& codes, const Tensor& codes_transposed,
-                      const Tensor& scales, bool power_of_two) {
+void quantize_weights(const Tensor& weight, MaybeTensor codes, MaybeTensor codes_t, const Tensor& scales,
+                      bool power_of_two) {
+    constexpr int64_t kBlock = 128;
+    constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
     const Checker check("quantize_weights");
     check.dims("weight", weight, 3);
     const int64_t experts = weight.size(0);
@@ -25,35 +24,22 @@ void quantize_weights(const Tensor& weight, const Tensor& codes, const Tensor& c
     check.range("columns of an expert", columns, 1, kMaxHidden);
     check.multiple("rows of an expert", rows, kBlock);
     check.multiple("columns of an expert", columns, kBlock);
-    check_operand(check, "weight", weight, {ScalarType::BFloat16}, {experts, rows, columns});
-    if (is_wanted(codes))
-        check_operand(check, "codes", codes, {ScalarType::Float8_e4m3fn}, {experts, rows, columns});
-    if (is_wanted(codes_transposed))
-        check_operand(check, "codes_transposed", codes_transposed, {ScalarType::Float8_e4m3fn},
-                      {experts, columns, rows});
-    check_operand(check, "scales", scales, {ScalarType::Float}, {experts, rows / kBlock, columns / kBlock});
-    // The device comes last, so that a machine without a GPU can test every check above.
-    check.cuda("weight", weight);
+    Operands operands(check);
     QuantizeWeightsProblem problem{};
-    if (is_wanted(codes)) {
-        check.same_device("codes", codes, weight);
-        problem.codes = codes.mutable_data_ptr();
-    }
-    if (is_wanted(codes_transposed)) {
-        check.same_device("codes_transposed", codes_transposed, weight);
-        problem.codes_transposed = codes_transposed.mutable_data_ptr();
-    }
-    check.same_device("scales", scales, weight);
-
-    const torch::stable::accelerator::DeviceGuard guard(weight.get_device_index());
-    problem.weight = weight.const_data_ptr();
-    problem.scales = scales.mutable_data_ptr();
+    problem.weight = operands.input("weight", weight, {ScalarType::BFloat16}, {experts, rows, columns});
+    problem.codes = operands.result("codes", codes, {kE4m3}, {experts, rows, columns});
+    problem.codes_t = operands.result("codes_t", codes_t, {kE4m3}, {experts, columns, rows});
+    problem.scales =
+        operands.result("scales", scales, {ScalarType::Float}, {experts, rows / kBlock, columns / kBlock});
     problem.num_experts = experts;
     problem.rows = rows;
     problem.columns = columns;
-    problem.power_of_two = power_of_two;
+    problem.scale_format = power_of_two ? ScaleFormat::kPowerOfTwo : ScaleFormat::kFp32;
+    check.cuda("weight", weight);
+    operands.on_device_of(weight);
     problem.device = weight.get_device_index();
     problem.stream = current_stream(problem.device);
+    const torch::stable::accelerator::DeviceGuard guard(problem.device);
     const Status status = launch_quantize_weights(problem);
     if (!status.ok) check.fail(status.message);
 }

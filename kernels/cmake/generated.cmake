@@ -23,8 +23,6 @@ string(REPLACE "\n" ";" hashed_files "${output}")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${hashed_files})
 mega_moe_python("${CMAKE_CURRENT_SOURCE_DIR}/hash_kernels.py")
 set(kernels_sha256 "${output}")
-mega_moe_python("${CMAKE_CURRENT_SOURCE_DIR}/hash_kernels.py" --variants)
-set(code_of_variants "${output}")
 
 set(MEGA_MOE_TORCH_TARGET "2.10")
 list(JOIN MEGA_MOE_ARCHITECTURES "\", \"" quoted_architectures)
@@ -33,8 +31,7 @@ string(CONCAT build_json
   "\"cuda\": \"${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}\", "
   "\"architectures\": [\"${quoted_architectures}\"], "
   "\"torch_target\": \"${MEGA_MOE_TORCH_TARGET}\", "
-  "\"kernels_sha256\": \"${kernels_sha256}\", "
-  "\"code\": ${code_of_variants}}")
+  "\"kernels_sha256\": \"${kernels_sha256}\"}")
 file(CONFIGURE OUTPUT "${MEGA_MOE_GENERATED}/build.json" CONTENT "@build_json@\n" @ONLY)
 file(CONFIGURE OUTPUT "${MEGA_MOE_GENERATED}/table/host/build_json.inc"
   CONTENT "inline constexpr char kBuildJson[] = R\"json(@build_json@)json\";\n" @ONLY)

@@ -1,4 +1,4 @@
-#include "mega_moe/backward.h"
+#include "mega_moe/layer.h"
 
 #include "device/role/backward_params.h"
 #include "host/layer_launch.h"
@@ -53,13 +53,13 @@ Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape
         {"dy pool", dy, rows, local.hidden, kHeight / 2, p.dy_half_load},
         {"dz pool", dz, rows, 2 * local.intermediate, kHeight, p.dz_load},
         {"dz pool", dz, rows, 2 * local.intermediate, kHeight / 2, p.dz_half_load},
-        {"w_gate_up", problem.w_gate_up, gate_up_rows, local.hidden, 128, p.gate_up_load},
-        {"w_down", problem.w_down, local.num_local * local.hidden, local.intermediate, 64, p.down_load},
+        {"w_gate_up", problem.call.inputs.w_gate_up, gate_up_rows, local.hidden, 128, p.gate_up_load},
+        {"w_down", problem.call.inputs.w_down, local.num_local * local.hidden, local.intermediate, 64, p.down_load},
     };
     const Status status = encode(map_rows, by_rows);
     if (!status.ok) return status;
     const Map by_blocks[] = {
-        {"w_gate_up", problem.w_gate_up, gate_up_rows, local.hidden, 2, p.gate_up_blocks}};
+        {"w_gate_up", problem.call.inputs.w_gate_up, gate_up_rows, local.hidden, 2, p.gate_up_blocks}};
     return encode(map_blocks, by_blocks);
 }
 
@@ -80,14 +80,14 @@ Status map_quantized_operands(const BackwardProblem& problem, const layout::Work
         {"dy_e4m3 pool", dy, rows, hidden, kHeight / 2, p.dy_half_load},
         {"dz_e4m3 pool", dz, rows, 2 * inner, kHeight, p.dz_load},
         {"dz_e4m3 pool", dz, rows, 2 * inner, kHeight / 2, p.dz_half_load},
-        {"w_gate_up", problem.w_gate_up, local.num_local * 2 * inner, hidden, 128, p.gate_up_load},
-        {"w_down_t", problem.w_down_transposed, local.num_local * inner, hidden, 64, p.down_load},
-        {"w_gate_up_t", problem.w_gate_up_transposed, local.num_local * hidden, 2 * inner, 128,
+        {"w_gate_up", problem.call.inputs.w_gate_up, local.num_local * 2 * inner, hidden, 128, p.gate_up_load},
+        {"w_down_t", problem.fp8.w_down_t, local.num_local * inner, hidden, 64, p.down_load},
+        {"w_gate_up_t", problem.fp8.w_gate_up_t, local.num_local * hidden, 2 * inner, 128,
          p.gate_up_blocks},
     };
     p.codes[0] = {x, reinterpret_cast<float*>(workspace + parts[layout::kXScalePool])};
     p.codes[1] = {dy, reinterpret_cast<float*>(workspace + parts[layout::kDyScalePool])};
-    p.rounding = device::scale_rounding(problem.power_of_two);
+    p.rounding = device::scale_rounding(problem.call.shape.mode.scale_format == ScaleFormat::kPowerOfTwo);
     if (local.num_ranks == 1) {
         std::byte* codes = workspace + parts[layout::kOwnCodes];
         auto* scales = reinterpret_cast<float*>(workspace + parts[layout::kOwnScales]);
@@ -95,8 +95,8 @@ Status map_quantized_operands(const BackwardProblem& problem, const layout::Work
         p.own[1] = {codes + local.max_tokens * hidden,
                     scales + local.max_tokens * (hidden / layout::kQuantGroup)};
     }
-    p.gate_up_scales = problem.gate_up_scales;
-    p.down_scales = problem.down_scales;
+    p.gate_up_scales = problem.fp8.gate_up_sf;
+    p.down_scales = problem.fp8.down_sf;
     p.x_scales = workspace + parts[layout::kXScalePool];
     p.dy_scales = workspace + parts[layout::kDyScalePool];
     p.dz_scales = workspace + parts[layout::kDzScalePool];
@@ -148,7 +148,7 @@ Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& l
     };
     for (const Map& m : gradients) {
         // An fp32 gradient is stored without a map, and one that nobody wants not at all.
-        if (m.data == nullptr || problem.gradients_are_fp32) continue;
+        if (m.data == nullptr || problem.dw_is_fp32) continue;
         status = map_rows(m.what, m.data, m.rows, m.columns, m.box, m.map);
         if (!status.ok) return status;
     }
@@ -157,17 +157,16 @@ Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& l
 
 void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
                 const Parts& parts, device::BackwardParams& p) noexcept {
-    const RouteShape& shape = problem.route.shape;
+    const BufferShape& shape = problem.call.shape;
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
     const layout::Staging staging =
-        layout::make_staging(shape.max_tokens, shape.top_k, shape.hidden, shape.quantize);
-    p.moved[0] = {static_cast<const std::byte*>(problem.x), workspace + parts[layout::kXPool],
+        layout::make_staging(shape.max_tokens, shape.top_k, shape.hidden, local.fp8_forward());
+    p.moved[0] = {static_cast<const std::byte*>(problem.call.inputs.x), workspace + parts[layout::kXPool],
                   symmetric[layout::kStaging] + staging.x};
     p.moved[1] = {static_cast<const std::byte*>(problem.dy), workspace + parts[layout::kDyPool],
                   symmetric[layout::kStagedDy]};
     p.summed = workspace + parts[layout::kOPool];
-    p.saved = {static_cast<std::byte*>(const_cast<void*>(problem.saved_gate_up)),
-               static_cast<std::int32_t>(problem.saved_rows)};
+    p.saved = {static_cast<std::byte*>(problem.saved.memory), static_cast<std::int32_t>(problem.saved.rows)};
     p.out = static_cast<std::byte*>(problem.dx);
     p.x_flags = symmetric[layout::kXFlags];
     p.sent_flags = symmetric[layout::kSentFlags];
@@ -211,34 +210,35 @@ void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShap
         p.gradient_scales = reinterpret_cast<float*>(workspace + parts[layout::kGradientScalePool]);
         p.transposes = {hidden, problem.dw_gate_up != nullptr, problem.dw_down != nullptr};
     }
-    p.gradients_are_fp32 = problem.gradients_are_fp32;
+    p.gradients_are_fp32 = problem.dw_is_fp32;
     p.accumulate = problem.accumulate;
 }
 
 }  // namespace
 
 Status launch_backward(const BackwardProblem& problem) noexcept {
-    const RouteProblem& route = problem.route;
+    const RankCall& call = problem.call;
+    const Mode& mode = call.shape.mode;
     LayerLaunch launch{};
-    if (route.shape.quantize_gradients && problem.trace != nullptr)
+    if (mode.wgrad == Precision::kFp8 && problem.probes.trace != nullptr)
         return error_status("weights' gradients in fp8 have no kernel that traces");
-    const Op op = route.shape.quantize_gradients ? Op::kBackwardGradients
-                  : problem.trace != nullptr     ? Op::kBackwardTrace
-                  : problem.saved_rows > 0       ? Op::kBackwardSaving
+    const Op op = mode.wgrad == Precision::kFp8 ? Op::kBackwardGradients
+                  : problem.probes.trace != nullptr ? Op::kBackwardTrace
+                  : problem.saved.rows > 0 ? Op::kBackwardSaving
                                                  : Op::kBackward;
-    const bool quantized = route.shape.quantize_backward;
-    Status status = prepare_layer(op, quantized ? Precision::kFp8 : Precision::kBf16, route, launch);
+    const bool quantized = mode.backward == Precision::kFp8;
+    Status status = prepare_layer(op, mode.backward, call, launch);
     if (!status.ok) return status;
-    const layout::WorkspaceShape local = workspace_shape(route.shape);
+    const layout::WorkspaceShape local = workspace_shape(call.shape);
     const Parts parts = layout::make_workspace(local);
-    auto* workspace = static_cast<std::byte*>(route.workspace);
+    auto* workspace = static_cast<std::byte*>(call.workspace);
     device::BackwardParams p{};
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     status = quantized ? map_quantized_operands(problem, local, workspace, parts, p)
                        : map_operands(problem, local, workspace, parts, p);
     if (!status.ok) return status;
-    p.route = make_route_params(route);
+    p.route = make_route_params(call);
     p.route.call = layout::backward_call(problem.needs_dx, problem.needs_dtopk);
     p.needs_dx = problem.needs_dx;
     p.returns_rows = problem.needs_dx;
@@ -248,14 +248,14 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     place_gradients(problem, local, workspace, parts, p);
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
-    p.clamp = problem.clamp;
+    p.clamp = problem.activation.clamp;
     p.spreads_rows = problem.dw_gate_up != nullptr || problem.dw_down != nullptr;
     // A warp that quantizes a row for each of its slots is slower than the products: all of them do it for
     // the first chunk.
     p.first_per_warp = quantized ? kAllRows : first_rows_per_warp(local, launch);
-    p.delay_seed = problem.delay_seed;
-    p.trace = trace_buffer(problem.trace, problem.trace_bytes, launch.ctas);
-    return launch_layer(launch, route, p.route, &p);
+    p.delay_seed = problem.probes.delay_seed;
+    p.trace = trace_buffer(problem.probes, launch.ctas);
+    return launch_layer(launch, call, p.route, &p);
 }
 
 }  // namespace mega_moe

@@ -1,4 +1,4 @@
-#include "mega_moe/forward.h"
+#include "mega_moe/layer.h"
 
 #include "device/role/forward_params.h"
 #include "host/layer_launch.h"
@@ -37,17 +37,17 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
         {"x pool", x_pool, rows, hidden, kHeight / 2, p.x_half_load},
         {"h pool", h_pool, rows, intermediate, kHeight, p.h_load},
         {"h pool", h_pool, rows, intermediate, kHeight / 2, p.h_half_load},
-        {"w_gate_up", problem.w_gate_up, local.num_local * 2 * intermediate, hidden, 128, p.gate_up_load},
-        {"w_down", problem.w_down, local.num_local * hidden, intermediate, 128, p.down_load},
+        {"w_gate_up", problem.call.inputs.w_gate_up, local.num_local * 2 * intermediate, hidden, 128, p.gate_up_load},
+        {"w_down", problem.call.inputs.w_down, local.num_local * hidden, intermediate, 128, p.down_load},
         {"h pool", h_pool, rows, intermediate, 16, p.h_store},
     };
-    const auto map_operand = local.quantize ? map_e4m3_rows : map_rows;
+    const auto map_operand = local.fp8_forward() ? map_e4m3_rows : map_rows;
     for (const Map& m : maps) {
         const Status status = map_operand(m.what, m.data, m.rows, m.columns, m.box_rows, m.map);
         if (!status.ok) return status;
     }
     const Status status = map_rows("o pool", workspace + parts[layout::kOPool], rows, hidden, 16, p.o_store);
-    if (!status.ok || !local.quantize) return status;
+    if (!status.ok || !local.fp8_forward()) return status;
     return map_scales("x_sf pool", workspace + parts[layout::kXScalePool], rows, hidden / layout::kQuantGroup,
                       kHeight, layout::kScaleBlocks, p.x_scale_load);
 }
@@ -55,9 +55,9 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
 void place_scales(const ForwardProblem& problem, std::byte* workspace, const Parts& parts,
                   std::int64_t staged, device::ForwardParams& p) noexcept {
     p.moved_scales = {nullptr, workspace + parts[layout::kXScalePool], staged};
-    p.rounding = device::scale_rounding(problem.power_of_two);
-    p.gate_up_scales = problem.gate_up_scales;
-    p.down_scales = problem.down_scales;
+    p.rounding = device::scale_rounding(problem.call.shape.mode.scale_format == ScaleFormat::kPowerOfTwo);
+    p.gate_up_scales = problem.fp8.gate_up_sf;
+    p.down_scales = problem.fp8.down_sf;
     p.o_pool = workspace + parts[layout::kOPool];
     p.h_scales = workspace + parts[layout::kHScalePool];
 }
@@ -65,41 +65,41 @@ void place_scales(const ForwardProblem& problem, std::byte* workspace, const Par
 }  // namespace
 
 Status launch_forward(const ForwardProblem& problem) noexcept {
-    const RouteProblem& route = problem.route;
+    const RankCall& call = problem.call;
+    const BufferShape& shape = call.shape;
     LayerLaunch launch{};
-    const Op op = problem.trace != nullptr ? Op::kForwardTrace
-                  : problem.saved_rows > 0 ? Op::kForwardSaving
+    const Op op = problem.probes.trace != nullptr ? Op::kForwardTrace
+                  : problem.saved.rows > 0 ? Op::kForwardSaving
                                            : Op::kForward;
     Status status =
-        prepare_layer(op, route.shape.quantize ? Precision::kFp8 : Precision::kBf16, route, launch);
+        prepare_layer(op, shape.mode.forward, call, launch);
     if (!status.ok) return status;
 
-    const layout::WorkspaceShape local = workspace_shape(route.shape);
+    const layout::WorkspaceShape local = workspace_shape(shape);
     const Parts parts = layout::make_workspace(local);
-    const auto symmetric = layout::make_symmetric(symmetric_shape(route.shape));
-    const layout::Staging staging = layout::make_staging(route.shape.max_tokens, route.shape.top_k,
-                                                         route.shape.hidden, route.shape.quantize);
-    auto* workspace = static_cast<std::byte*>(route.workspace);
+    const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
+    const layout::Staging staging = layout::make_staging(shape.max_tokens, shape.top_k, shape.hidden, local.fp8_forward());
+    auto* workspace = static_cast<std::byte*>(call.workspace);
     const std::int64_t blocks = layout::num_row_blocks(local.max_slots());
 
     device::ForwardParams p{};
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
-    p.route = make_route_params(route);
-    p.route.call = local.quantize ? layout::kQuantizedForwardCall : layout::kForwardCall;
+    p.route = make_route_params(call);
+    p.route.call = local.fp8_forward() ? layout::kQuantizedForwardCall : layout::kForwardCall;
     const std::int64_t staged = symmetric[layout::kStaging] + staging.x;
-    if (problem.x_is_e4m3 && route.num_tokens > 0) {
-        const std::int64_t want = route.buffers[route.rank] + staged;
-        if (reinterpret_cast<std::intptr_t>(problem.x) != want)
+    if (problem.x_is_staged && call.num_tokens > 0) {
+        const std::int64_t want = call.buffers[call.rank] + staged;
+        if (reinterpret_cast<std::intptr_t>(call.inputs.x) != want)
             return error_status("x: address of e4m3 rows is %p, must be %p, where the buffer stages them",
-                                problem.x, reinterpret_cast<const void*>(want));
+                                call.inputs.x, reinterpret_cast<const void*>(want));
     }
-    p.moved[0] = {problem.x_is_e4m3 ? nullptr : static_cast<const std::byte*>(problem.x),
+    p.moved[0] = {problem.x_is_staged ? nullptr : static_cast<const std::byte*>(call.inputs.x),
                   workspace + parts[layout::kXPool], staged};
-    if (local.quantize)
+    if (local.fp8_forward())
         place_scales(problem, workspace, parts, symmetric[layout::kStaging] + staging.x_sf, p);
     p.summed = workspace + parts[layout::kOPool];
-    p.saved = {static_cast<std::byte*>(problem.saved_gate_up), static_cast<std::int32_t>(problem.saved_rows)};
+    p.saved = {static_cast<std::byte*>(problem.saved.memory), static_cast<std::int32_t>(problem.saved.rows)};
     p.out = static_cast<std::byte*>(problem.y);
     p.returns_rows = true;
     p.counters = reinterpret_cast<std::uint32_t*>(workspace + parts[layout::kCounters]);
@@ -116,11 +116,11 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     p.pool_rows = local.pool_rows;
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
-    p.clamp = problem.clamp;
+    p.clamp = problem.activation.clamp;
     p.first_per_warp = first_rows_per_warp(local, launch);
-    p.delay_seed = problem.delay_seed;
-    p.trace = trace_buffer(problem.trace, problem.trace_bytes, launch.ctas);
-    return launch_layer(launch, route, p.route, &p);
+    p.delay_seed = problem.probes.delay_seed;
+    p.trace = trace_buffer(problem.probes, launch.ctas);
+    return launch_layer(launch, call, p.route, &p);
 }
 
 }  // namespace mega_moe

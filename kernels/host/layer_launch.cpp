@@ -23,16 +23,16 @@ layout::LayerForm layer_form(const Variant& variant) noexcept {
 
 }  // namespace
 
-Status prepare_layer(Op op, Precision precision, const RouteProblem& route, LayerLaunch& launch) noexcept {
-    const Status status = prepare_launch(op, precision, route.device, launch.facts, launch.variant);
+Status prepare_layer(Op op, Precision precision, const RankCall& call, LayerLaunch& launch) noexcept {
+    const Status status = prepare_launch(op, precision, call.device, launch.facts, launch.variant);
     if (!status.ok) return status;
     const int on_device = launch.facts.num_sms;
-    if (route.num_sms > on_device) {
+    if (call.num_sms > on_device) {
         return error_status("num_sms is %lld, must be at most the device's %d",
-                            static_cast<long long>(route.num_sms), on_device);
+                            static_cast<long long>(call.num_sms), on_device);
     }
     const std::int64_t sms =
-        std::min<std::int64_t>(route.num_sms == 0 ? on_device : route.num_sms, layout::kMaxCtas);
+        std::min<std::int64_t>(call.num_sms == 0 ? on_device : call.num_sms, layout::kMaxCtas);
     launch.ctas = static_cast<unsigned>(sms / kCtasPerCluster * kCtasPerCluster);
     if (launch.ctas == 0)
         return error_status("num_sms is %lld, must be at least 2", static_cast<long long>(sms));
@@ -52,12 +52,12 @@ std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const Laye
     return static_cast<std::int32_t>(std::clamp<std::int64_t>((wanted + warps - 1) / warps, 2, 8));
 }
 
-layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept {
+layout::TraceBuffer trace_buffer(const Probes& probes, unsigned ctas) noexcept {
     constexpr auto kRoles = static_cast<std::int64_t>(layout::TraceRole::kCount);
-    return {static_cast<std::int64_t*>(rows), bytes / (std::int64_t{ctas} * kRoles * 3 * 8)};
+    return {static_cast<std::int64_t*>(probes.trace), probes.trace_bytes / (std::int64_t{ctas} * kRoles * 3 * 8)};
 }
 
-Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const device::RouteParams& params,
+Status launch_layer(const LayerLaunch& launch, const RankCall& call, const device::RouteParams& params,
                     void* parameter) noexcept {
     const Variant& variant = *launch.variant;
     const std::int64_t routing =
@@ -70,10 +70,10 @@ Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const 
             "%d experts per rank and %lld tokens need %lld bytes of shared memory to route, the kernel has "
             "%d "
             "of its %d; the device gives a block %d",
-            params.num_local, static_cast<long long>(route.shape.max_tokens), static_cast<long long>(routing),
+            params.num_local, static_cast<long long>(call.shape.max_tokens), static_cast<long long>(routing),
             shared.ring, shared.total, launch.facts.max_shared_bytes);
     }
-    return launch_clusters(variant, launch.ctas, kCtasPerCluster, shared.total, parameter, route.stream);
+    return launch_clusters(variant, launch.ctas, kCtasPerCluster, shared.total, parameter, call.stream);
 }
 
 }  // namespace mega_moe

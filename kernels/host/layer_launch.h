@@ -4,7 +4,7 @@
 #include "host/variant.h"
 #include "layout/trace.h"
 #include "layout/workspace.h"
-#include "mega_moe/route.h"
+#include "mega_moe/layer.h"
 #include "mega_moe/status.h"
 
 namespace mega_moe {
@@ -17,9 +17,9 @@ struct LayerLaunch {
 };
 
 // Selects the kernel and the number of its CTAs, in clusters of two.
-Status prepare_layer(Op op, Precision precision, const RouteProblem& route, LayerLaunch& launch) noexcept;
+Status prepare_layer(Op op, Precision precision, const RankCall& call, LayerLaunch& launch) noexcept;
 
-layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept;
+layout::TraceBuffer trace_buffer(const Probes& probes, unsigned ctas) noexcept;
 
 // Tokens that each warp of a CTA copies before it takes its role: together those of the first experts, whose
 // tiles make the first wave of the clusters, when experts are even. One warp of each CTA would bring them
@@ -28,7 +28,7 @@ std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const Laye
 
 // Launches it with one parameter, whose routing part is `params`, unless its shared memory cannot hold the
 // routing.
-Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const device::RouteParams& params,
+Status launch_layer(const LayerLaunch& launch, const RankCall& call, const device::RouteParams& params,
                     void* parameter) noexcept;
 
 }  // namespace mega_moe

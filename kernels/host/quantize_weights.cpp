@@ -18,11 +18,11 @@ Status launch_quantize_weights(const QuantizeWeightsProblem& problem) noexcept {
     device::QuantizeWeightsParams params{};
     params.weight = static_cast<const std::byte*>(problem.weight);
     params.codes = static_cast<std::byte*>(problem.codes);
-    params.codes_transposed = static_cast<std::byte*>(problem.codes_transposed);
+    params.codes_transposed = static_cast<std::byte*>(problem.codes_t);
     params.scales = static_cast<float*>(problem.scales);
     params.row_blocks = static_cast<std::uint32_t>(problem.rows / layout::kWeightBlock);
     params.column_blocks = static_cast<std::uint32_t>(problem.columns / layout::kWeightBlock);
-    params.rounding = device::scale_rounding(problem.power_of_two);
+    params.rounding = device::scale_rounding(problem.scale_format == ScaleFormat::kPowerOfTwo);
     const std::int64_t blocks = problem.num_experts * params.row_blocks * params.column_blocks;
     return launch_variant(*variant, static_cast<unsigned>(blocks), 0, &params, problem.stream);
 }

@@ -1,11 +1,10 @@
-#include "mega_moe/route.h"
+#include "host/route_params.h"
 
 #include <algorithm>
 #include <cstddef>
 
 #include "host/launch.h"
 #include "host/make_status.h"
-#include "host/route_params.h"
 #include "layout/record.h"
 #include "layout/route_shared.h"
 #include "layout/symmetric.h"
@@ -31,73 +30,64 @@ LayoutTable table_of(const layout::Layout<Count>& layout) noexcept {
 
 }  // namespace
 
-layout::SymmetricShape symmetric_shape(const RouteShape& s) noexcept {
-    return {s.max_tokens, s.top_k, s.hidden, s.num_ranks, s.quantize, s.home, s.backward, s.canaries};
+layout::SymmetricShape symmetric_shape(const BufferShape& s) noexcept {
+    return {s.max_tokens, s.top_k, s.hidden, s.num_ranks, s.mode, s.canaries};
 }
 
-layout::WorkspaceShape workspace_shape(const RouteShape& s) noexcept {
-    return {s.max_tokens,
-            s.top_k,
-            s.num_experts / s.num_ranks,
-            s.num_ranks,
-            s.pool_rows,
-            s.hidden,
-            s.intermediate,
-            s.backward,
-            s.canaries,
-            s.quantize,
-            s.quantize_backward,
-            s.quantize_gradients};
+layout::WorkspaceShape workspace_shape(const BufferShape& s) noexcept {
+    return {s.max_tokens, s.top_k, s.num_local(), s.num_ranks, s.pool_rows, s.hidden, s.intermediate, s.mode, s.canaries};
 }
 
-LayoutTable symmetric_layout(const RouteShape& shape) noexcept {
+// TEMPORARY until variants carry them.
+Multiples layer_multiples(const Mode& mode, Direction direction) noexcept {
+    const bool fp8_forward = direction == Direction::kForward && mode.forward == Precision::kFp8;
+    return {fp8_forward ? 512 : 256, 128};
+}
+
+LayoutTable symmetric_layout(const BufferShape& shape) noexcept {
     return table_of(layout::make_symmetric(symmetric_shape(shape)));
 }
 
-LayoutTable workspace_layout(const RouteShape& shape) noexcept {
+LayoutTable workspace_layout(const BufferShape& shape) noexcept {
     return table_of(layout::make_workspace(workspace_shape(shape)));
 }
 
-std::int64_t smallest_pool_rows(const RouteShape& shape) noexcept {
+std::int64_t smallest_pool_rows(const BufferShape& shape) noexcept {
     return layout::pad_rows(workspace_shape(shape).smallest_pool());
 }
 
-std::int64_t largest_pool_rows(const RouteShape& shape) noexcept {
+std::int64_t largest_pool_rows(const BufferShape& shape) noexcept {
     return layout::pad_rows(workspace_shape(shape).largest_pool());
 }
 
-std::int64_t route_summary_length(const RouteShape& shape) noexcept {
-    return layout::summary_length(shape.num_experts / shape.num_ranks, shape.num_ranks);
+std::int64_t summary_length(const BufferShape& shape) noexcept {
+    return layout::summary_length(shape.num_local(), shape.num_ranks);
 }
 
-std::int64_t route_record_words() noexcept {
-    return layout::kRecordWords;
-}
-
-device::RouteParams make_route_params(const RouteProblem& problem) noexcept {
-    const RouteShape& shape = problem.shape;
+device::RouteParams make_route_params(const RankCall& call) noexcept {
+    const BufferShape& shape = call.shape;
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
     const layout::WorkspaceShape local = workspace_shape(shape);
     const auto workspace = layout::make_workspace(local);
-    auto* base = static_cast<std::byte*>(problem.workspace);
+    auto* base = static_cast<std::byte*>(call.workspace);
     const auto at = [&](layout::WorkspacePart part) { return base + workspace[part]; };
 
     device::RouteParams p{};
     for (std::int64_t rank = 0; rank < shape.num_ranks; ++rank)
         p.endpoint.peers[rank] =
-            reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(problem.buffers[rank]));
-    std::byte* own = p.endpoint.peers[problem.rank];
+            reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(call.buffers[rank]));
+    std::byte* own = p.endpoint.peers[call.rank];
     p.endpoint.control = reinterpret_cast<std::uint64_t*>(own + symmetric[layout::kControlWords]);
     p.endpoint.sync = reinterpret_cast<std::uint64_t*>(at(layout::kSync));
-    p.endpoint.record = static_cast<std::uint64_t*>(problem.record);
+    p.endpoint.record = static_cast<std::uint64_t*>(call.record);
     p.endpoint.control_offset = symmetric[layout::kControlWords];
-    p.endpoint.arrival_ns = problem.arrival_ns;
-    p.endpoint.progress_ns = problem.progress_ns;
-    p.endpoint.rank = static_cast<std::int32_t>(problem.rank);
+    p.endpoint.arrival_ns = call.arrival_ns;
+    p.endpoint.progress_ns = call.progress_ns;
+    p.endpoint.rank = static_cast<std::int32_t>(call.rank);
     p.endpoint.num_ranks = static_cast<std::int32_t>(shape.num_ranks);
-    p.topk_idx = problem.topk_idx;
-    p.topk_weights = problem.topk_weights;
-    p.summary = problem.summary;
+    p.topk_idx = call.inputs.topk_idx;
+    p.topk_weights = call.inputs.topk_weights;
+    p.summary = call.summary;
     p.headers = symmetric[layout::kHeaders];
     p.block_flags = symmetric[layout::kBlockFlags];
     p.ids = symmetric[layout::kPublishedIds];
@@ -116,7 +106,7 @@ device::RouteParams make_route_params(const RouteProblem& problem) noexcept {
     p.slot_list = reinterpret_cast<std::uint32_t*>(at(layout::kSlotList));
     p.pull_list = reinterpret_cast<std::uint64_t*>(at(layout::kPullList));
     p.push_list = reinterpret_cast<std::uint64_t*>(at(layout::kPushList));
-    p.num_tokens = static_cast<std::int32_t>(problem.num_tokens);
+    p.num_tokens = static_cast<std::int32_t>(call.num_tokens);
     p.top_k = static_cast<std::int32_t>(shape.top_k);
     p.num_experts = static_cast<std::int32_t>(shape.num_experts);
     p.num_local = static_cast<std::int32_t>(local.num_local);
@@ -125,24 +115,24 @@ device::RouteParams make_route_params(const RouteProblem& problem) noexcept {
     p.chunk_limit = local.limit();
     p.most_in_one = local.most_in_one();
     p.one_chunk = local.chunks() == 1;
-    p.idx_is_64_bit = problem.idx_is_64_bit;
-    p.weights_are_bf16 = problem.weights_are_bf16;
-    p.weighted = problem.weighted;
-    p.refuse = problem.refuse;
+    p.idx_is_64_bit = call.idx_is_64_bit;
+    p.weights_are_bf16 = call.weights_are_bf16;
+    p.weighted = call.weighted;
+    p.refuse = call.refuse;
     return p;
 }
 
-Status launch_route(const RouteProblem& problem) noexcept {
+Status launch_route(const RankCall& call) noexcept {
     DeviceFacts facts{};
     const Variant* variant = nullptr;
-    const Status status = prepare_launch(Op::kRoute, Precision::kNone, problem.device, facts, variant);
+    const Status status = prepare_launch(Op::kRoute, Precision::kNone, call.device, facts, variant);
     if (!status.ok) return status;
-    if (problem.num_sms > facts.num_sms) {
+    if (call.num_sms > facts.num_sms) {
         return error_status("num_sms is %lld, must be at most the device's %d",
-                            static_cast<long long>(problem.num_sms), facts.num_sms);
+                            static_cast<long long>(call.num_sms), facts.num_sms);
     }
-    device::RouteParams params = make_route_params(problem);
-    const std::int64_t sms = problem.num_sms == 0 ? facts.num_sms : problem.num_sms;
+    device::RouteParams params = make_route_params(call);
+    const std::int64_t sms = call.num_sms == 0 ? facts.num_sms : call.num_sms;
     const std::int64_t shared =
         layout::make_route_shared(variant->threads, params.endpoint.num_ranks, params.num_local,
                                   params.max_blocks, params.one_chunk)
@@ -154,7 +144,7 @@ Status launch_route(const RouteProblem& problem) noexcept {
             static_cast<long long>(shared), facts.max_shared_bytes);
     }
     const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(sms, layout::kMaxCtas));
-    return launch_cooperative(*variant, blocks, static_cast<int>(shared), &params, problem.stream);
+    return launch_cooperative(*variant, blocks, static_cast<int>(shared), &params, call.stream);
 }
 
 }  // namespace mega_moe

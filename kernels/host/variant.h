@@ -1,4 +1,5 @@
 #pragma once
+#include "mega_moe/mode.h"
 
 namespace mega_moe {
 
@@ -15,7 +16,7 @@ enum class Op {
     kBackwardGradients,
     kClockProbe
 };
-enum class Precision { kNone, kBf16, kFp8 };
+
 
 // One compiled kernel: what variants.toml says of it and how to reach it.
 struct Variant {

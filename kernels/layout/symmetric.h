@@ -4,6 +4,7 @@
 #include "layout/parts.h"
 #include "layout/routing.h"
 #include "layout/staging.h"
+#include "mega_moe/mode.h"
 
 namespace mega_moe::layout {
 
@@ -13,10 +14,14 @@ struct SymmetricShape {
     std::int64_t top_k;
     std::int64_t hidden;
     std::int64_t num_ranks;
-    bool quantize;  // x is staged as e4m3
-    bool home;      // with home slots, for kernels that return sums to other ranks
-    bool backward;  // with what the backward needs besides; it comes last, so that nothing else moves
+    Mode mode;
     bool canaries;
+
+    // x is staged as e4m3.
+    constexpr bool stages_e4m3() const { return mode.forward == Precision::kFp8; }
+    // With what the layer's kernels return to other ranks; of the backward last, so that nothing else moves.
+    constexpr bool returns_rows() const { return mode.forward != Precision::kNone && num_ranks > 1; }
+    constexpr bool has_backward() const { return mode.backward != Precision::kNone; }
 };
 
 enum SymmetricPart {
@@ -42,14 +47,14 @@ enum ControlWord {
 
 // The backward of a layer whose forward stages x as e4m3 stages it in bf16, at the same place.
 constexpr std::int64_t staging_bytes(const SymmetricShape& s) {
-    const std::int64_t bytes = make_staging(s.max_tokens, s.top_k, s.hidden, s.quantize).total;
+    const std::int64_t bytes = make_staging(s.max_tokens, s.top_k, s.hidden, s.stages_e4m3()).total;
     const std::int64_t plain = make_staging(s.max_tokens, s.top_k, s.hidden, false).total;
-    return s.quantize && s.backward && plain > bytes ? plain : bytes;
+    return s.stages_e4m3() && s.has_backward() && plain > bytes ? plain : bytes;
 }
 
 constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     const std::int64_t slots = s.max_tokens * s.top_k;
-    const bool home = s.home && s.num_ranks > 1;
+    const bool home = s.returns_rows();
     const std::int64_t flags = s.num_ranks * num_blocks(s.max_tokens) * 8;
     LayoutBuilder<kSymmetricParts> builder(s.canaries);
     builder.add("control", kControlWordCount * 8);
@@ -61,8 +66,8 @@ constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     builder.add("x_flags", home ? flags : 0);
     builder.add("sent_flags", home ? flags : 0);
     builder.add("home", home ? s.max_tokens * s.num_ranks * s.hidden * 2 : 0);
-    builder.add("staged_dy", home && s.backward ? s.max_tokens * s.hidden * 2 : 0);
-    builder.add("home_dtopk", home && s.backward ? slots * 4 : 0);
+    builder.add("staged_dy", home && s.has_backward() ? s.max_tokens * s.hidden * 2 : 0);
+    builder.add("home_dtopk", home && s.has_backward() ? slots * 4 : 0);
     return builder.finish();
 }
 

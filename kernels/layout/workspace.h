@@ -6,6 +6,7 @@
 #include "layout/parts.h"
 #include "layout/pools.h"
 #include "layout/routing.h"
+#include "mega_moe/mode.h"
 
 namespace mega_moe::layout {
 
@@ -17,16 +18,18 @@ struct WorkspaceShape {
     std::int64_t num_ranks;
     std::int64_t pool_rows;  // padded rows of one of the pools
     std::int64_t hidden;
-    std::int64_t intermediate;  // 0: tables alone, no pools
-    bool backward;              // with what the backward needs besides
+    std::int64_t intermediate;
+    Mode mode;  // without a forward there are tables alone, no pools
     bool canaries;
-    bool quantize = false;            // x and h are e4m3 in the forward
-    bool quantize_backward = false;   // x, dy and dz are e4m3 in the backward too
-    bool quantize_gradients = false;  // and what the weights' gradients are made of
 
+    MEGA_MOE_LAW bool has_pools() const { return mode.forward != Precision::kNone; }
+    MEGA_MOE_LAW bool has_backward() const { return mode.backward != Precision::kNone; }
+    MEGA_MOE_LAW bool fp8_forward() const { return mode.forward == Precision::kFp8; }
+    MEGA_MOE_LAW bool fp8_backward() const { return mode.backward == Precision::kFp8; }
     // Of an element of x and h, where the backward needs no bf16.
-    MEGA_MOE_LAW std::int64_t row_element() const { return quantize && !backward ? 1 : 2; }
-    MEGA_MOE_LAW bool has_transposed() const { return backward && quantize_backward && quantize_gradients; }
+    MEGA_MOE_LAW std::int64_t row_element() const { return fp8_forward() && !has_backward() ? 1 : 2; }
+    // wgrad reads its operands transposed, as e4m3.
+    MEGA_MOE_LAW bool has_transposed() const { return mode.wgrad == Precision::kFp8; }
     MEGA_MOE_LAW GradientScales gradient_scales() const {
         return {static_cast<int>(hidden), static_cast<int>(intermediate)};
     }
@@ -50,7 +53,7 @@ struct WorkspaceShape {
         return has_parts() ? max_partials(max_rows(), chunks(), num_local) : 0;
     }
     MEGA_MOE_LAW std::int64_t counters() const {
-        return backward ? counter_of_transposed() + (has_transposed() ? num_row_blocks(max_slots()) : 0)
+        return has_backward() ? counter_of_transposed() + (has_transposed() ? num_row_blocks(max_slots()) : 0)
                         : num_counters(max_slots(), chunks());
     }
     // Behind the others of the backward.
@@ -148,22 +151,22 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     builder.add("slot_list", s.max_rows() * 4);
     builder.add("pull_list", s.max_tokens * s.num_ranks * 8);
     builder.add("push_list", s.max_tokens * s.num_ranks * 8);
-    const bool pooled = s.intermediate > 0;
+    const bool pooled = s.has_pools();
     const std::int64_t rows = pooled ? s.pools() * s.pool_rows : 0;
     builder.add("counters", pooled ? s.counters() * 4 : 0);
     builder.add("x_pool", rows * s.hidden * s.row_element());
-    builder.add("h_pool", rows * s.intermediate * (s.has_transposed() && s.quantize ? 1 : s.row_element()));
+    builder.add("h_pool", rows * s.intermediate * (s.has_transposed() && s.fp8_forward() ? 1 : s.row_element()));
     builder.add("o_pool", rows * s.hidden * 2);
-    const std::int64_t backward_rows = s.backward ? rows : 0;
+    const std::int64_t backward_rows = s.has_backward() ? rows : 0;
     builder.add("dy_pool", backward_rows * s.hidden * 2);
     builder.add("dz_pool", backward_rows * s.intermediate * (s.has_transposed() ? 2 : 4));
     builder.add("dtopk_pool", backward_rows * (s.intermediate / 128) * 4);
-    builder.add("partials", s.backward && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
-    const std::int64_t forward_codes = s.quantize ? rows : 0;
-    const std::int64_t backward_codes = s.backward && s.quantize_backward ? rows : 0;
+    builder.add("partials", s.has_backward() && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
+    const std::int64_t forward_codes = s.fp8_forward() ? rows : 0;
+    const std::int64_t backward_codes = s.fp8_backward() ? rows : 0;
     const std::int64_t groups = s.hidden / kQuantGroup;
     const std::int64_t inner_groups = s.intermediate / kQuantGroup;
-    builder.add("x_sf_pool", (s.quantize ? forward_codes : backward_codes) * groups * 4);
+    builder.add("x_sf_pool", (s.fp8_forward() ? forward_codes : backward_codes) * groups * 4);
     builder.add("h_sf_pool", forward_codes * inner_groups * 4);
     builder.add("x_e4m3_pool", backward_codes * s.hidden);
     builder.add("dy_e4m3_pool", backward_codes * s.hidden);

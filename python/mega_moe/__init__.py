@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mega_moe import nn
+from mega_moe._base.activation import Activation
 from mega_moe._base.errors import (
     BackendRefusedError,
     FallbackWarning,
@@ -15,6 +16,7 @@ from mega_moe.api import explain, moe, route
 from mega_moe.buffer import MoEBuffer
 
 __all__ = [
+    "Activation",
     "BackendRefusedError",
     "FallbackWarning",
     "LibraryError",

@@ -11,6 +11,8 @@ from mega_moe._backends.facts import as_device, collect, default_device
 from mega_moe._backends.plan import Explanation
 from mega_moe._backends.request import Request
 from mega_moe._backends.summary import Routing
+from mega_moe._base.activation import Activation, as_activation
+from mega_moe._base.layer import LayerInputs
 from mega_moe._ops import layer as _layer  # registers the operators
 from mega_moe.buffer import MoEBuffer
 
@@ -25,11 +27,12 @@ def moe(
     w_down: Tensor,
     *,
     buffer: MoEBuffer,
+    activation: Activation | None = None,
     activation_clamp: float | None = None,
     backend: str = "auto",
     grad_buffers: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """A mixture-of-experts layer: dispatch, gate and up projection, SwiGLU, down projection, combine. Collective.
+    """A mixture-of-experts layer: dispatch, gate/up projection, activation, down projection, combine. Collective.
 
     Args:
         x: tokens ``[T, H]``, T <= max_tokens_per_rank; T may be 0 and may differ between ranks.
@@ -38,7 +41,8 @@ def moe(
         w_gate_up: ``[E_local, 2I, H]`` in x's dtype: I gate rows, then I up rows, of this rank's experts.
         w_down: ``[E_local, H, I]`` in x's dtype.
         buffer: built once for this shape; its backend serves the call.
-        activation_clamp: c > 0 limits gate to (-inf, c] and up to [-c, c]; gradients are 0 outside.
+        activation: of the kind that the buffer was built for; None: the buffer's.
+        activation_clamp: short for ``Activation(clamp=...)``; both together are a ValueError.
         backend: asserts the buffer's backend; "auto" accepts any.
         grad_buffers: ``(dw_gate_up, dw_down)`` into which backward adds the weights' gradients (fp32 or bf16, or x's
             dtype); the weights' own .grad then receives zeros.
@@ -60,21 +64,21 @@ def moe(
     included, or in ``buffer.check()``; a bad id in this call where MEGA_MOE_DEBUG=1. Ranks that differ end at once, not
     after a time limit; their buffer, as one that lost a rank, serves no further call.
     """
+    inputs = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down)
     try:
-        _check(x, topk_idx, topk_weights, w_gate_up, w_down, buffer, activation_clamp, backend, grad_buffers)
+        act = _check(inputs, buffer, activation, activation_clamp, backend, grad_buffers)
     except (ValueError, TypeError) as error:
         if not torch.compiler.is_compiling() and isinstance(buffer, MoEBuffer):
             buffer.refuse(error, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0)
         raise
     into = (None, None) if grad_buffers is None else grad_buffers
-    inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
-    clamp = None if activation_clamp is None else float(activation_clamp)
+    call = (buffer.handle, *act.arguments())
     if buffer.save_gate_up and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         rows = buffer.saved_rows(x.shape[0])
-        y, _ = torch.ops.mega_moe.run_saving(*inputs, *into, buffer.handle, clamp, rows)
+        y, _ = torch.ops.mega_moe.run_saving(*inputs, *into, *call, rows)
         return y  # type: ignore[no-any-return]
-    token = torch.ops.mega_moe.save(*inputs, *into, buffer.handle, clamp)
-    return torch.ops.mega_moe.run(token, *inputs, buffer.handle, clamp)  # type: ignore[no-any-return]
+    token = torch.ops.mega_moe.save(*inputs, *into, *call)
+    return torch.ops.mega_moe.run(token, *inputs, *call)  # type: ignore[no-any-return]
 
 
 def route(topk_idx: Tensor, topk_weights: Tensor | None = None, *, buffer: MoEBuffer) -> Routing:
@@ -117,6 +121,7 @@ def explain(
     num_reserved_sms: int = 0,
     dw_precision: str = "bf16",
     scale_format: str = "fp32",
+    activation: Activation | None = None,
     backend: str = "auto",
     device: torch.device | str | None = None,
 ) -> Explanation:
@@ -137,31 +142,31 @@ def explain(
         num_reserved_sms,
         dw_precision,
         scale_format,
+        as_activation(activation).kind,
     )
     where = default_device(None) if device is None else as_device(device)
     return plan.forecast(request, [collect(where)], plan.wanted(backend), plan.wanted_strict(None))
 
 
 def _check(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
+    inputs: LayerInputs,
     buffer: MoEBuffer,
-    clamp: float | None,
+    activation: Activation | None,
+    activation_clamp: float | None,
     backend: str,
     grad_buffers: tuple[Tensor, Tensor] | None,
-) -> None:
+) -> Activation:
+    x, topk_idx, topk_weights, w_gate_up, w_down = inputs
     if not isinstance(buffer, MoEBuffer):
         raise TypeError(f"buffer: got {type(buffer).__name__}, want MoEBuffer")
     named = check_name("backend", backend)
     if named not in (None, buffer.backend):
         raise ValueError(f"backend: got {backend!r}, the buffer was built for {buffer.backend!r}")
-    if clamp is not None and not isinstance(clamp, (int, float)):
-        raise TypeError(f"activation_clamp: got {type(clamp).__name__}, want None or a number > 0")
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"activation_clamp: got {clamp}, want None or a number > 0")
+    act = as_activation(activation, activation_clamp, buffer.activation)
+    if act.kind != buffer.activation.kind:
+        raise ValueError(
+            f"activation: got kind {act.kind!r}, the buffer was built for {buffer.activation.kind!r}"
+        )
     hidden, inner, experts = buffer.hidden, buffer.intermediate, buffer.num_local_experts
     for name, tensor in (("x", x), ("w_gate_up", w_gate_up), ("w_down", w_down)):
         _tensor(name, tensor, buffer, buffer.dtypes)
@@ -193,6 +198,7 @@ def _check(
             _shape(f"grad_buffers{name}", grad, tuple(weight.shape))
             if grad.requires_grad:
                 raise ValueError(f"grad_buffers{name}: requires grad, want a plain buffer")
+    return act
 
 
 def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, buffer: MoEBuffer) -> None:

@@ -21,6 +21,7 @@ from mega_moe._backends.request import Request
 from mega_moe._backends.saved import check_share
 from mega_moe._backends.summary import Routing
 from mega_moe._base import env
+from mega_moe._base.activation import Activation, as_activation
 from mega_moe._base.errors import MegaMoEError
 from mega_moe._ops import registry
 
@@ -50,6 +51,7 @@ class MoEBuffer:
             gradients, to whose error that adds 3 to 4 %; it gains time on large layers.
         scale_format: of the fp8 precisions: "fp32", amax / 448 as it is, or "power_of_two", which rounds every scale up
             to one: scaling then changes no mantissa, and codes lose up to one bit of range.
+        activation: of every call that names none; the kind is that of all calls. Default: SwiGLU.
         backend: "auto" takes the first that fits of fused, deep_gemm, grouped, reference and warns once when it is not
             fused; a name raises BackendRefusedError with all reasons where it does not fit. ``reason`` tells what was
             taken.
@@ -84,6 +86,7 @@ class MoEBuffer:
         precision: str = "bf16",
         dw_precision: str = "bf16",
         scale_format: str = "fp32",
+        activation: Activation | None = None,
         backend: str = "auto",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -102,6 +105,7 @@ class MoEBuffer:
             "precision": precision,
             "dw_precision": dw_precision,
             "scale_format": scale_format,
+            "activation": "swiglu",
             "dtype": str(dtype).removeprefix("torch."),
             "num_reserved_sms": num_reserved_sms,
         }
@@ -112,6 +116,8 @@ class MoEBuffer:
         try:
             limit = check_timeout(arrival_timeout)
             share = check_share(save_gate_up)
+            self._activation = as_activation(activation)
+            settings["activation"] = self._activation.kind
             if check_timeout(progress_timeout, "progress_timeout") is None:
                 raise TypeError("progress_timeout: got None, want seconds")
         except (ValueError, TypeError) as failed:
@@ -126,6 +132,7 @@ class MoEBuffer:
                 settings["arrival_timeout"] = self._control.timeout
                 settings["progress_timeout"] = progress_timeout
                 settings["save_gate_up"] = share
+                settings["activation_clamp"] = self._activation.clamp
                 # It puts canaries into the memory that the ranks share, which moves every part of it.
                 settings["MEGA_MOE_DEBUG"] = env.debug()
                 group_backend = None if group is None else _group_backend(group)
@@ -215,6 +222,11 @@ class MoEBuffer:
     @property
     def scale_format(self) -> str:
         return self._explanation.request.scale_format
+
+    @property
+    def activation(self) -> Activation:
+        """Of calls that name none."""
+        return self._activation
 
     @property
     def save_gate_up(self) -> float:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from mega_moe._base.activation import Activation, as_activation
 from mega_moe.api import moe
 from mega_moe.buffer import MoEBuffer
 
@@ -35,14 +36,15 @@ def _after_loading(module: MegaMoE, _: object) -> None:
 
 
 class MegaMoE(nn.Module):
-    """This rank's SwiGLU experts, without biases.
+    """This rank's experts, without biases.
 
     Args:
         hidden: H.
         intermediate: I.
         num_local_experts: experts of this rank, E / R.
         buffer: serves the calls; may be attached later, so that a model can be built on the meta device first.
-        activation_clamp: see `mega_moe.moe`.
+        activation: what stands between the projections; None: the buffer's.
+        activation_clamp: short for ``Activation(clamp=...)``; both together are a ValueError.
 
     Parameters (names of the state dict, natural row order):
         gate_up_proj: ``[E_local, 2I, H]``, I gate rows then I up rows.
@@ -59,6 +61,7 @@ class MegaMoE(nn.Module):
         num_local_experts: int,
         *,
         buffer: MoEBuffer | None = None,
+        activation: Activation | None = None,
         activation_clamp: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -67,7 +70,8 @@ class MegaMoE(nn.Module):
         self.hidden = hidden
         self.intermediate = intermediate
         self.num_local_experts = num_local_experts
-        self.activation_clamp = activation_clamp
+        given = activation is not None or activation_clamp is not None
+        self.activation = as_activation(activation, activation_clamp) if given else None
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_local_experts, 2 * intermediate, hidden, device=device, dtype=dtype)
         )
@@ -116,7 +120,7 @@ class MegaMoE(nn.Module):
             gate_up,
             down,
             buffer=self._buffer,
-            activation_clamp=self.activation_clamp,
+            activation=self.activation,
         )
         return in_shape_of(x, y)
 

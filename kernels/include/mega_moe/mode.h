@@ -21,6 +21,7 @@ struct Mode {
     Precision forward = Precision::kNone;   // kNone: routing tables alone
     Precision backward = Precision::kNone;  // dgrad and the recomputation of gate and up; kNone: no backward kernel
     Precision wgrad = Precision::kNone;     // fp8 only where `backward` is
+    ScaleFormat scale_format = ScaleFormat::kFp32;
 };
 
 }  // namespace mega_moe

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "mega_moe/mode.h"
 #include "mega_moe/status.h"
 
 namespace mega_moe {
@@ -11,12 +12,12 @@ namespace mega_moe {
 struct QuantizeWeightsProblem {
     const void* weight;      // bf16 [num_experts, rows, columns]
     void* codes;             // e4m3 [num_experts, rows, columns]
-    void* codes_transposed;  // e4m3 [num_experts, columns, rows]
+    void* codes_t;  // e4m3 [num_experts, columns, rows]
     void* scales;            // fp32 [num_experts, rows / 128, columns / 128]
     std::int64_t num_experts;
     std::int64_t rows;
     std::int64_t columns;
-    bool power_of_two;  // round scales up to one
+    ScaleFormat scale_format;
     int device;
     void* stream;  // cudaStream_t
 };

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mega_moe._base.activation import Activation
+
 # x as it travels to the experts: (rows,) or (codes, scales).
 Payload = tuple[Tensor, ...]
 
@@ -21,7 +23,7 @@ class RowGrads(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """This rank's experts for one call: weights ``[E_local, 2I, H]`` and ``[E_local, H, I]``, rows of each, clamp.
+    """This rank's experts for one call: weights ``[E_local, 2I, H]`` and ``[E_local, H, I]``, rows of each, activation.
 
     The M rows are in canonical order, so expert e has the ``counts[e]`` rows after those of the experts before it.
     """
@@ -29,7 +31,7 @@ class Experts(NamedTuple):
     gate_up: Tensor
     down: Tensor
     counts: list[int]
-    clamp: float | None
+    activation: Activation
 
 
 class Wanted(NamedTuple):

@@ -145,14 +145,14 @@ def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[st
     if request.dtype != "bfloat16":
         reasons.append(f"takes bfloat16 inputs, got {request.dtype}")
     for op, precision in _needed(request):
-        if not any(v.op == op and v.precision == precision for v in variants):
+        if not any(v.computes(op, precision) for v in variants):
             reasons.append(f"this wheel holds no {_called(op)} kernel in {precision}")
     return reasons
 
 
 def holds_backward(request: Request, variants: Sequence[Variant]) -> bool:
     """Whether a wheel with ``variants`` has a fused backward kernel for some device."""
-    return any(v.op == request.backward_op and v.precision == request.backward_precision for v in variants)
+    return any(v.computes("backward", request.backward_precision, request.dw_precision) for v in variants)
 
 
 def _needed(request: Request) -> Iterator[tuple[str, str]]:
@@ -172,7 +172,7 @@ def _tiles(request: Request, variants: Sequence[Variant]) -> Iterator[str]:
     """What the tiles of the forward kernels cannot divide, of the kernel that lacks least."""
     lacks = []
     for v in variants:
-        if v.op == "forward" and v.precision == request.forward_precision:
+        if v.computes("forward", request.forward_precision):
             multiples = {"hidden": v.hidden_multiple, "intermediate": v.intermediate_multiple}
             lacks.append(
                 [
@@ -195,7 +195,7 @@ def _stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
 
 def _backward(request: Request, fact: RankFacts) -> bool:
     precision = request.backward_precision
-    return _holds(request.backward_op, precision, fact) and (
+    return _holds("backward", precision, fact, request.dw_precision) and (
         precision != "fp8" or _holds("quantize_weights", precision, fact)
     )
 
@@ -236,12 +236,11 @@ def _routing(device: str, fact: RankFacts) -> Iterator[str]:
         yield f"this wheel holds no routing kernel for sm_{device}"
 
 
-def _holds(op: str, precision: str, fact: RankFacts) -> bool:
+def _holds(op: str, precision: str, fact: RankFacts, wgrad: str = "none") -> bool:
     """Whether the wheel of ``fact`` has such a kernel for its device."""
     device = "{}{}".format(*(fact.compute_capability or (0, 0)))
     return any(
-        v.op == op and v.precision == precision and v.architecture.rstrip("af") == device
-        for v in fact.variants
+        v.computes(op, precision, wgrad) and v.architecture.rstrip("af") == device for v in fact.variants
     )
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mega_moe._backends.activation import activate, activate_backward, wide
 from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
 from mega_moe._backends.deep_gemm_library import Products
-from mega_moe._backends.swiglu import activate, activate_backward, wide
 
 
 class _Layout(NamedTuple):
@@ -37,7 +37,7 @@ class DeepGemmArithmetic:
         layout = self._layout(experts.counts, weight.device)
         z = self._nt(_pad(x[0], layout), experts.gate_up, layout)
         # A padded row has weight 0 or holds NaN; either stays in its own row.
-        h = (activate(z, experts.clamp) * _pad(weight, layout)[:, None]).to(z.dtype)
+        h = (activate(z, experts.activation) * _pad(weight, layout)[:, None]).to(z.dtype)
         return self._nt(h, experts.down, layout)[layout.place]
 
     def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
@@ -53,7 +53,7 @@ class DeepGemmArithmetic:
         x, dy = _pad(x, layout), _pad(dy, layout)
         z = self._nt(x, gate_up, layout)
         dh = self._nn(dy, down, layout)
-        grads = activate_backward(z, _pad(weight, layout), dh, experts.clamp)
+        grads = activate_backward(z, _pad(weight, layout), dh, experts.activation)
         # Padded rows are part of the contraction of dW: there they must be zeros.
         dz = grads.dz.to(z.dtype).index_fill_(0, layout.padding, 0)
         dx = self._nn(dz, gate_up, layout)[layout.place] if wanted.dx else None

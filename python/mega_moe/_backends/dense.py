@@ -1,4 +1,4 @@
-"""Tensors as the kernels read them."""
+"""Tensors as the kernels read and write them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from mega_moe._base.layer import Gradients
 
 ALIGNMENT = 16  # bytes; what the kernels' bulk copies start on
 
@@ -25,3 +27,13 @@ def writable(gradients: Sequence[Tensor]) -> bool:
         and g.dtype == gradients[0].dtype
         for g in gradients
     )
+
+
+def add_into(buffers: tuple[Tensor, Tensor] | None, gradients: Gradients) -> Gradients:
+    """Adds the weights' gradients to the caller's ``buffers``, where there are any -> the others."""
+    if buffers is None:
+        return gradients
+    for buffer, gradient in zip(buffers, gradients[2:], strict=True):
+        if gradient is not None:
+            buffer.add_(gradient)
+    return Gradients(gradients.dx, gradients.dtopk)

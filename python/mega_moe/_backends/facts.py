@@ -17,13 +17,21 @@ from mega_moe._ops import library
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled kernel of the wheel, as variants.toml lists it."""
+    """One compiled kernel of the wheel, as its variants.json lists it."""
 
     op: str
     architecture: str
     precision: str
     hidden_multiple: int = 1
     intermediate_multiple: int = 1
+    wgrad: str = "none"  # precision of wgrad, of a backward
+    saved: str = "nothing"  # "gate_up": between forward and backward
+    trace: bool = False
+
+    def computes(self, op: str, precision: str, wgrad: str = "none") -> bool:
+        """Whether it is the kernel of these that calls launch by default."""
+        key = (self.op, self.precision, self.wgrad, self.saved, self.trace)
+        return key == (op, precision, wgrad, "nothing", False)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,9 @@ def variants() -> tuple[Variant, ...]:
             v["precision"],
             v.get("hidden_multiple", 1),
             v.get("intermediate_multiple", 1),
+            v.get("wgrad", "none"),
+            v.get("saved", "nothing"),
+            v.get("trace", False),
         )
         for v in library.variants()
     )

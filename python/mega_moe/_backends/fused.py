@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_moe._backends.dense import dense, writable
+from mega_moe._backends.dense import add_into, dense, writable
 from mega_moe._backends.executor import LayerExecutor
 from mega_moe._backends.given_codes import GivenCodes
-from mega_moe._backends.kernel_backward import KernelBackward
-from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.kernel_layer import Copies, KernelLayer
 from mega_moe._backends.kernel_rank import KernelRank
-from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
+from mega_moe._backends.weight_copies import WeightCopies
+from mega_moe._base.activation import Activation
 from mega_moe._base.errors import MegaMoEError, PeerError
-
-# x, topk_idx, topk_weights, w_gate_up, w_down.
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+from mega_moe._base.layer import Gradients, LayerInputs, Needs
 
 
 class FusedExecutor:
@@ -23,159 +21,106 @@ class FusedExecutor:
 
     ``backward`` is used where the memory of ``kernels`` was not made for the backward kernel. It computes everything
     again from the inputs, and agrees with the other ranks as it always does. It must not use the staging area of the
-    buffer, from which a forward on another stream may be reading. ``power_of_two``: scales of fp8 are.
+    buffer, from which a forward on another stream may be reading.
     """
 
     dtypes = (torch.bfloat16,)
     stages_by = "kernel"
 
-    def __init__(self, kernels: KernelRank, backward: LayerExecutor, power_of_two: bool = False) -> None:
+    def __init__(self, kernels: KernelRank, backward: LayerExecutor) -> None:
         self._kernels = kernels
-        self._kernel = KernelForward(kernels, power_of_two)
-        self._kernel_backward = KernelBackward(kernels, power_of_two) if kernels.shape.backward else None
+        self._layer = KernelLayer(kernels)
         self._backward = backward
+        self._mode = mode = kernels.shape.mode
         # None where no kernel reads e4m3 weights.
-        shape = kernels.shape
-        reads = shape.quantize or shape.quantize_backward
         self.weight_copies = (
-            WeightCopies(backward=shape.quantize_backward, power_of_two=power_of_two) if reads else None
+            WeightCopies(backward=mode.backward == "fp8", power_of_two=mode.power_of_two)
+            if mode.reads_fp8_weights
+            else None
         )
-        both = shape.quantize and shape.quantize_backward
-        self.given_codes = GivenCodes(kernels, power_of_two) if both else None
+        both = mode.forward == mode.backward == "fp8"
+        self.given_codes = GivenCodes(kernels) if both else None
 
     def forward(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-    ) -> Tensor:
-        return self._forward((x, topk_idx, topk_weights, w_gate_up, w_down), clamp, None)
-
-    def forward_saving(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        with self._kernels.telling_of_no_memory():
-            saved = torch.empty(rows, w_gate_up.shape[1], dtype=torch.bfloat16, device=x.device)
-        return self._forward((x, topk_idx, topk_weights, w_gate_up, w_down), clamp, saved), saved
-
-    def _forward(self, inputs: _Inputs, clamp: float | None, saved_gate_up: Tensor | None) -> Tensor:
-        tokens, most = inputs[0].shape[0], self._kernels.shape.max_tokens
+        self, inputs: LayerInputs, activation: Activation, saved_rows: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens, most = inputs.x.shape[0], self._kernels.shape.max_tokens
         if tokens > most:
             # Seen here by compiled calls alone, whose T is not known before.
             error = ValueError(f"x: got {tokens} tokens, the buffer was built for {most} per rank")
             self.refuse(error, tokens)
             raise error
-        x, topk_idx, topk_weights = map(dense, inputs[:3])
-        with self._kernels.telling_of_no_memory():
-            weights = self._as_read(inputs[3]), self._as_read(inputs[4])
-            y, _ = self._kernel.forward(
-                x, topk_idx, topk_weights, *weights, clamp, saved_gate_up=saved_gate_up
-            )
-        return y
-
-    def _as_read(self, weight: Tensor) -> Tensor | WeightCopy:
-        """``weight`` as the forward kernel takes it."""
-        copies = self.weight_copies
-        if copies is None or not self._kernels.shape.quantize:
-            return dense(weight)
-        return copies.of(weight, codes=True, transposed=False)
+        saved, copies = None, None
+        with self._kernels.refuse_peers_on_oom():
+            if saved_rows is not None:
+                columns = inputs.w_gate_up.shape[1]
+                saved = torch.empty(saved_rows, columns, dtype=torch.bfloat16, device=inputs.x.device)
+            if self.weight_copies is not None and self._mode.forward == "fp8":
+                copies = (
+                    self.weight_copies.of(inputs.w_gate_up, codes=True, transposed=False),
+                    self.weight_copies.of(inputs.w_down, codes=True, transposed=False),
+                )
+            given = _dense(inputs, copies)
+            y, _ = self._layer.forward(given, activation, copies=copies, saved_gate_up=saved)
+        return y, saved
 
     def backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
+        inputs: LayerInputs,
+        activation: Activation,
+        needs: Needs,
         dw_dtype: torch.dtype,
+        *,
         saved_gate_up: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        if self._kernel_backward is not None:
-            inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
-            return self._fused_backward(dy, inputs, clamp, needs, dw_dtype, None, saved_gate_up)
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> Gradients:
+        if not self._mode.has_backward:
+            return self._other_backward(dy, inputs, activation, needs, dw_dtype, into)
+        added = into
+        if into is not None and not writable([buffer for buffer, needed in zip(into, needs[2:]) if needed]):
+            # Wide gradients, so that adding into the buffer is their only rounding.
+            added, dw_dtype = None, torch.float32
+        with self._kernels.refuse_peers_on_oom():
+            copies = None
+            if self.weight_copies is not None and self._mode.backward == "fp8":
+                copies = (
+                    self.weight_copies.of(inputs.w_gate_up, codes=True, transposed=True),
+                    self.weight_copies.of(inputs.w_down, codes=False, transposed=True),
+                )
+            got, _ = self._layer.backward(
+                dense(dy),
+                _dense(inputs, copies),
+                activation,
+                needs=needs,
+                dw_dtype=dw_dtype,
+                into=added,
+                saved_gate_up=saved_gate_up,
+                copies=copies,
+            )
+        if got.dtopk is not None:
+            got = got._replace(dtopk=got.dtopk.to(inputs.topk_weights.dtype))
+        return got if into is added else add_into(into, got)
+
+    def refuse(self, error: Exception, num_tokens: int) -> None:
+        self._kernels.refuse(num_tokens)
+
+    def _other_backward(
+        self,
+        dy: Tensor,
+        inputs: LayerInputs,
+        activation: Activation,
+        needs: Needs,
+        dw_dtype: torch.dtype,
+        into: tuple[Tensor, Tensor] | None,
+    ) -> Gradients:
         if torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 "the backward of this version's fused backend sizes its exchange on the host and cannot be captured "
                 "into a CUDA graph; its forward can"
             )
         self._raise_faults()
-        return self._backward.backward(
-            dy, x, topk_idx, topk_weights, w_gate_up, w_down, clamp, needs, dw_dtype
-        )
-
-    def backward_into(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
-        into: tuple[Tensor, Tensor],
-        saved_gate_up: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None] | None:
-        """Adds the weights' gradients into buffers in the kernel -> dx, dtopk; None where it cannot."""
-        wanted = [buffer for buffer, needed in zip(into, needs[2:]) if needed]
-        if self._kernel_backward is None or not writable(wanted):
-            return None
-        inputs = (x, topk_idx, topk_weights, w_gate_up, w_down)
-        return self._fused_backward(dy, inputs, clamp, needs, torch.float32, into, saved_gate_up)[:2]
-
-    def _fused_backward(
-        self,
-        dy: Tensor,
-        inputs: _Inputs,
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
-        dw_dtype: torch.dtype,
-        into: tuple[Tensor, Tensor] | None,
-        saved_gate_up: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        assert self._kernel_backward is not None
-        x, topk_idx, topk_weights, w_gate_up, w_down = inputs
-        with self._kernels.telling_of_no_memory():
-            copies = None
-            if self.weight_copies is not None and self._kernels.shape.quantize_backward:
-                copies = (
-                    self.weight_copies.of(w_gate_up, codes=True, transposed=True),
-                    self.weight_copies.of(w_down, codes=False, transposed=True),
-                )
-            else:
-                w_gate_up, w_down = dense(w_gate_up), dense(w_down)
-            got, _ = self._kernel_backward.backward(
-                dense(dy),
-                dense(x),
-                dense(topk_idx),
-                dense(topk_weights),
-                w_gate_up,
-                w_down,
-                clamp,
-                needs=needs,
-                dw_dtype=dw_dtype,
-                into=into,
-                saved_gate_up=saved_gate_up,
-                copies=copies,
-            )
-        dtopk = None if got.dtopk is None else got.dtopk.to(inputs[2].dtype)
-        return got.dx, dtopk, got.dw_gate_up, got.dw_down
-
-    def refuse(self, error: Exception, num_tokens: int) -> None:
-        self._kernels.refuse(num_tokens)
+        return self._backward.backward(dy, inputs, activation, needs, dw_dtype, into=into)
 
     def _raise_faults(self) -> None:
         """What this call's forward reported, before the ranks meet: some of them may not come to its backward."""
@@ -188,3 +133,12 @@ class FusedExecutor:
             # raised already, so nobody would come.
             self._backward.refuse(pending, 0)
         raise pending
+
+
+def _dense(inputs: LayerInputs, copies: Copies | None) -> LayerInputs:
+    """As the kernels read them: weights as they are where it is their copies that are read."""
+    if copies is None:
+        return LayerInputs(*map(dense, inputs))
+    return inputs._replace(
+        x=dense(inputs.x), topk_idx=dense(inputs.topk_idx), topk_weights=dense(inputs.topk_weights)
+    )

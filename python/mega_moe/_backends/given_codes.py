@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.dense import dense, writable
-from mega_moe._backends.kernel_backward import KernelBackward
-from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.kernel_layer import KernelLayer
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.summary import Routing
 from mega_moe._backends.weight_copies import WeightCopy
+from mega_moe._base.activation import Activation
+from mega_moe._base.layer import LayerInputs
 
 
 class Codes(NamedTuple):
@@ -30,21 +31,21 @@ class GivenCodes:
     of an x in bf16, stage theirs there too.
     """
 
-    def __init__(self, kernels: KernelRank, power_of_two: bool = False) -> None:
+    def __init__(self, kernels: KernelRank) -> None:
         self._kernels = kernels
-        self._forward = KernelForward(kernels, power_of_two)
-        self._backward = KernelBackward(kernels, power_of_two)
+        self._layer = KernelLayer(kernels)
         self.x, self.x_scales = kernels.staged_codes()
 
     def forward(
-        self, topk_idx: Tensor, topk_weights: Tensor, w_gate_up: Codes, w_down: Codes, clamp: float | None
+        self, topk_idx: Tensor, topk_weights: Tensor, w_gate_up: Codes, w_down: Codes, activation: Activation
     ) -> tuple[Tensor, Routing]:
         """-> y ``[T, H]`` bf16 of the first T staged rows, T being that of ``topk_idx``, and the routing."""
-        with self._kernels.telling_of_no_memory():
+        with self._kernels.refuse_peers_on_oom():
             gate_up = WeightCopy(dense(w_gate_up.codes), None, dense(w_gate_up.scales))
             down = WeightCopy(dense(w_down.codes), None, dense(w_down.scales))
             x = self.x[: len(topk_idx)]
-            return self._forward.forward(x, dense(topk_idx), dense(topk_weights), gate_up, down, clamp)
+            inputs = LayerInputs(x, dense(topk_idx), dense(topk_weights), w_gate_up.codes, w_down.codes)
+            return self._layer.forward(inputs, activation, copies=(gate_up, down))
 
     def backward(
         self,
@@ -55,7 +56,7 @@ class GivenCodes:
         w_gate_up: Codes,
         w_gate_up_t: Codes,
         w_down_t: Codes,
-        clamp: float | None,
+        activation: Activation,
         dw: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """-> dx and dtopk; ``dw``, bf16 or fp32, is overwritten.
@@ -63,7 +64,7 @@ class GivenCodes:
         dy and x bf16 ``[T, H]``; of the weights those that the products read, ``_t`` with N and K exchanged. The kernel
         reads one set of scales for both copies of w_gate_up: a block in which they differ makes the results NaN.
         """
-        with self._kernels.telling_of_no_memory():
+        with self._kernels.refuse_peers_on_oom():
             turned = w_gate_up_t.scales.transpose(1, 2)
             scales = w_gate_up.scales.masked_fill(w_gate_up.scales != turned, torch.nan)
             gate_up = WeightCopy(dense(w_gate_up.codes), dense(w_gate_up_t.codes), dense(scales))
@@ -75,13 +76,10 @@ class GivenCodes:
                     torch.empty(dw[0].shape, dtype=dtype, device=x.device),
                     torch.empty(dw[1].shape, dtype=dtype, device=x.device),
                 )
-            got, _ = self._backward.backward(
+            got, _ = self._layer.backward(
                 dense(dy),
-                dense(x),
-                dense(topk_idx),
-                dense(topk_weights),
-                *made,
-                clamp,
+                LayerInputs(dense(x), dense(topk_idx), dense(topk_weights), *made),
+                activation,
                 into=made,
                 overwrite=True,
                 copies=(gate_up, down),

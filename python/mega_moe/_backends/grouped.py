@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mega_moe._backends.activation import activate, activate_backward, wide
 from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
-from mega_moe._backends.swiglu import activate, activate_backward, wide
 
 
 class GroupedArithmetic:
@@ -15,13 +15,13 @@ class GroupedArithmetic:
 
     def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
         z = _by_weight(x[0], experts.gate_up.transpose(1, 2), experts.counts)
-        h = (activate(z, experts.clamp) * weight[:, None]).to(z.dtype)
+        h = (activate(z, experts.activation) * weight[:, None]).to(z.dtype)
         return _by_weight(h, experts.down.transpose(1, 2), experts.counts)
 
     def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
         counts, dtype = experts.counts, experts.down.dtype
         z = _by_weight(x, experts.gate_up.transpose(1, 2), counts)
-        grads = activate_backward(z, weight, _by_weight(dy, experts.down, counts), experts.clamp)
+        grads = activate_backward(z, weight, _by_weight(dy, experts.down, counts), experts.activation)
         dz = grads.dz.to(dtype)
         return RowGrads(
             _by_weight(dz, experts.gate_up, counts) if wanted.dx else None,

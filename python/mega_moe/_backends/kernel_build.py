@@ -12,11 +12,11 @@ from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
 from mega_moe._backends.symmetric import Shape, of_group, of_one_rank, symmetric_layout, workspace_layout
 from mega_moe._base import env
+from mega_moe._base.mode import Mode
 
 
 def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape:
-    """What both layouts depend on; ``fused``: with the pools and home slots of the fused kernels; ``backward``: of both
-    directions."""
+    """What both layouts depend on; ``fused``: with what the fused kernels need; ``backward``: of both directions."""
     # Without the fused kernels the staging area is laid out for x in bf16, which every precision stages in one
     # direction and which is the larger.
     return Shape(
@@ -27,12 +27,8 @@ def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape
         request.num_ranks,
         intermediate=request.intermediate if fused else 0,
         pool_rows=pool_rows(request) if fused else 0,
-        quantize=fused and request.forward_precision == "fp8",
-        home=fused,
+        mode=request.mode(backward=backward) if fused else Mode(),
         canaries=env.debug(),
-        backward=fused and backward,
-        quantize_backward=fused and backward and request.backward_precision == "fp8",
-        quantize_gradients=fused and backward and request.dw_precision == "fp8",
     )
 
 

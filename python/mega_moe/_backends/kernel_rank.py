@@ -46,7 +46,6 @@ class KernelRank:
         self._symmetric = symmetric
         self._workspace = allocate(workspace_layout(shape).total, self.device)
         self._record = _new_record()
-        self._no_weights = torch.empty(0, shape.top_k, device=self.device)
         self._no_ids = torch.empty(0, shape.top_k, dtype=torch.int64, device=self.device)
         self._limits = faults.Limits(
             shape.num_ranks,
@@ -84,15 +83,18 @@ class KernelRank:
         codes = part(layout[0], shape.hidden, torch.float8_e4m3fn)
         return codes, part(layout[1], shape.hidden // SCALE_BLOCK, torch.float32)
 
-    @property
-    def addresses(self) -> tuple[list[int], int, int]:
-        """As the operators take them: the symmetric parts of all ranks, the workspace, the record."""
-        return self._symmetric.addresses, self._workspace.data_ptr(), self._record.data_ptr()
-
-    @property
-    def limits_ns(self) -> tuple[int, int]:
-        """Arrival and progress limit."""
-        return int(self._limits.arrival * 1e9), int(self._limits.progress * 1e9)
+    def words(self) -> list[int]:
+        """Every number that a launch needs beside its tensors, as the library unpacks them (kernels/binding/rank.h)."""
+        return [
+            *self.shape.words(),
+            self.rank,
+            self.num_sms,
+            int(self._limits.arrival * 1e9),
+            int(self._limits.progress * 1e9),
+            self._workspace.data_ptr(),
+            self._record.data_ptr(),
+            *self._symmetric.addresses,
+        ]
 
     def new_summary(self) -> Tensor:
         return new_summary(self.shape.num_ranks, self.shape.num_local_experts, self.device)
@@ -122,7 +124,7 @@ class KernelRank:
         self._in_order(lambda: self._route(self._no_ids, None, summary, told))
 
     @contextlib.contextmanager
-    def telling_of_no_memory(self) -> Iterator[None]:
+    def refuse_peers_on_oom(self) -> Iterator[None]:
         """Around what is allocated for a call, all of it before the launch: the other ranks wait for this one."""
         try:
             yield
@@ -168,27 +170,8 @@ class KernelRank:
             launch()
 
     def _route(self, topk_idx: Tensor, topk_weights: Tensor | None, summary: Tensor, refused: int) -> None:
-        shape = self.shape
-        library.require().route(
-            topk_idx,
-            self._no_weights if topk_weights is None else topk_weights.contiguous(),
-            summary,
-            *self.addresses,
-            shape.max_tokens,
-            shape.num_experts,
-            shape.hidden,
-            shape.intermediate,
-            shape.pool_rows,
-            shape.quantize,
-            shape.home,
-            shape.canaries,
-            shape.backward_form,
-            self.rank,
-            self.num_sms,
-            *self.limits_ns,
-            refused,
-            topk_weights is not None,
-        )
+        weights = None if topk_weights is None else topk_weights.contiguous()
+        library.require().route(topk_idx, weights, summary, self.words(), refused)
 
 
 def _new_record() -> Tensor:

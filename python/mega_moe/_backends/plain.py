@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from mega_moe._backends.arithmetic import Arithmetic, Experts, Payload, Wanted
 from mega_moe._backends.control import Control
+from mega_moe._backends.dense import add_into
 from mega_moe._backends.request import Request
 from mega_moe._backends.routing import ReceivePlan, SendPlan, inverse, receive_plan, send_plan, take
 from mega_moe._backends.staging import Staged, Stager
 from mega_moe._backends.transport import Transport
+from mega_moe._base.activation import KINDS, Activation
 from mega_moe._base.errors import MegaMoEError, PeerError
+from mega_moe._base.layer import Gradients, LayerInputs, Needs
 
 _PHASES = ("no call", "forward", "backward")
 _FORWARD, _BACKWARD = 1, 2
@@ -30,7 +34,9 @@ class Header(NamedTuple):
     refused: int
     phase: int
     dtype: int
+    activation: int
     clamp: int
+    alpha: int
     needs: int
 
 
@@ -54,40 +60,38 @@ class PlainExecutor:
         self._call = 0
 
     def forward(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-    ) -> Tensor:
+        self, inputs: LayerInputs, activation: Activation, saved_rows: int | None = None
+    ) -> tuple[Tensor, None]:
+        if saved_rows is not None:
+            raise MegaMoEError("this backend saves no gate and up for the backward")
         quantize = self.arithmetic.quantized_dispatch
-        staged, counts, _ = self._begin(_FORWARD, x, topk_idx, topk_weights, clamp, 0, quantize)
+        staged, counts, _ = self._begin(_FORWARD, inputs, activation, 0, quantize)
         arrived, tables = self._dispatch(staged, counts, staged.x)
-        experts = Experts(w_gate_up, w_down, tables.receive.counts, clamp)
+        experts = Experts(inputs.w_gate_up, inputs.w_down, tables.receive.counts, activation)
         o = self.arithmetic.forward(arrived, tables.weight, experts)
-        return self._combine(o, tables, x.shape, topk_idx.shape[1])
+        return self._combine(o, tables, inputs.x.shape, inputs.topk_idx.shape[1]), None
 
     def backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
+        inputs: LayerInputs,
+        activation: Activation,
+        needs: Needs,
         dw_dtype: torch.dtype,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        *,
+        saved_gate_up: Tensor | None = None,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> Gradients:
+        if saved_gate_up is not None:
+            raise MegaMoEError("this backend saves no gate and up, and was given some")
+        x, topk_idx, topk_weights, w_gate_up, w_down = inputs
         mask = sum(1 << bit for bit, need in enumerate(needs) if need)
         # Rows travel in the inputs' dtype: the weight gradients read them so, and quantizing on arrival is the same.
-        staged, counts, union = self._begin(_BACKWARD, x, topk_idx, topk_weights, clamp, mask, False)
+        staged, counts, union = self._begin(_BACKWARD, inputs, activation, mask, False)
         arrived, tables = self._dispatch(staged, counts, (*staged.x, dy))
         # A rank computes the rows' gradients for every rank that asked, the weights' for itself.
-        wanted = Wanted(bool(union & 1), bool(union & 2), needs[2], needs[3], dw_dtype)
-        experts = Experts(w_gate_up, w_down, tables.receive.counts, clamp)
+        wanted = Wanted(bool(union & 1), bool(union & 2), needs.w_gate_up, needs.w_down, dw_dtype)
+        experts = Experts(w_gate_up, w_down, tables.receive.counts, activation)
         grads = self.arithmetic.backward(arrived[0], arrived[1], tables.weight, experts, wanted)
         dx = dtopk = None
         if grads.dx is not None:
@@ -96,7 +100,15 @@ class PlainExecutor:
             pairs = torch.zeros(topk_idx.numel(), dtype=grads.dw.dtype, device=x.device)
             pairs[tables.send.pair] = self._return(grads.dw, tables)
             dtopk = pairs.view(topk_idx.shape).to(topk_weights.dtype)
-        return (dx if needs[0] else None, dtopk if needs[1] else None, grads.dw_gate_up, grads.dw_down)
+        return add_into(
+            into,
+            Gradients(
+                dx if needs.x else None,
+                dtopk if needs.topk_weights else None,
+                grads.dw_gate_up,
+                grads.dw_down,
+            ),
+        )
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -117,7 +129,7 @@ class PlainExecutor:
     def refuse(self, error: Exception, num_tokens: int = 0) -> None:
         """Tell the other ranks, which are at or on their way to this call, why this rank does not take part."""
         if self.control.size > 1:
-            self._agree(Header(self._next(), 1, _FORWARD, 0, 0, 0), torch.zeros(0), error)
+            self._agree(Header(self._next(), 1, _FORWARD, 0, 0, 0, 0, 0), torch.zeros(0), error)
 
     def _next(self) -> int:
         self._call += 1
@@ -126,14 +138,13 @@ class PlainExecutor:
     def _begin(
         self,
         phase: int,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        clamp: float | None,
+        inputs: LayerInputs,
+        activation: Activation,
         needs: int,
         quantize: bool,
     ) -> tuple[Staged, Tensor, int]:
         """Stage the inputs and agree on the call -> staged, counts ``[R, E]`` on the CPU, union of needs."""
+        x, topk_idx, topk_weights = inputs[:3]
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 "this backend sizes its exchange on the host and cannot be captured into a CUDA graph; "
@@ -156,7 +167,14 @@ class PlainExecutor:
                 f"topk_idx[{token}, {slot}]: got expert {value}, want -1 or 0 to {experts - 1}"
             )
         header = Header(
-            self._next(), int(refusal is not None), phase, _DTYPES.index(x.dtype), _clamp_bits(clamp), needs
+            self._next(),
+            int(refusal is not None),
+            phase,
+            _DTYPES.index(x.dtype),
+            KINDS.index(activation.kind),
+            _bits(activation.clamp),
+            _bits(activation.alpha),
+            needs,
         )
         return staged, *self._agree(header, torch.tensor(totals, dtype=torch.int64), refusal)
 
@@ -177,7 +195,9 @@ class PlainExecutor:
             "phase": _PHASES.__getitem__,
             "call": int,
             "dtype": _DTYPES.__getitem__,
-            "clamp": _clamp_of,
+            "activation": KINDS.__getitem__,
+            "clamp": _number,
+            "alpha": _number,
         }
         for name, show in shown.items():
             values = [getattr(h, name) for h in headers]
@@ -219,12 +239,12 @@ class PlainExecutor:
         return self.arithmetic.sum_slots(slots.view(tokens, top_k, hidden)).to(rows.dtype)
 
 
-def _clamp_bits(clamp: float | None) -> int:
-    # The bits of a double, so that ranks agree on the exact number; a clamp is above 0, so 0 is free for none.
-    bits: int = struct.unpack("q", struct.pack("d", clamp or 0.0))[0]
+def _bits(number: float | None) -> int:
+    # The bits of a double, so that ranks agree on the exact number; those of a NaN stand for none.
+    bits: int = struct.unpack("q", struct.pack("d", math.nan if number is None else number))[0]
     return bits
 
 
-def _clamp_of(bits: int) -> float | None:
-    clamp: float = struct.unpack("d", struct.pack("q", bits))[0]
-    return clamp or None
+def _number(bits: int) -> float | None:
+    number: float = struct.unpack("d", struct.pack("q", bits))[0]
+    return None if math.isnan(number) else number

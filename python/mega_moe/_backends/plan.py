@@ -176,13 +176,13 @@ def build_executor(
     memory = None if kernels is None else kernels.staging
     stager = plain_stager if fused else _stager(request, facts, device, memory, plain_stager)
     plain = PlainExecutor(request, makers[explanation.chosen](), stager, control, transport)
-    return FusedExecutor(kernels, plain, request.power_of_two) if fused and kernels is not None else plain
+    return FusedExecutor(kernels, plain) if fused and kernels is not None else plain
 
 
 def saved_rows(kernels: KernelRank | None, share: float) -> SavedRows:
     """Room for gate and up between the fused kernels of both directions; none where those do not serve the calls, or
     make gate and up in fp8."""
-    if kernels is None or not kernels.shape.backward or kernels.shape.quantize_backward:
+    if kernels is None or kernels.shape.mode.backward != "bf16":
         return SavedRows(0, 0, 0, 0, 0)
     return SavedRows.of(kernels.shape, share)
 

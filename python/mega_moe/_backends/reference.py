@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends import quantize
+from mega_moe._backends.activation import activate, activate_backward, rounded_sigmoid, wide
 from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
-from mega_moe._backends.swiglu import activate, activate_backward, rounded_sigmoid, wide
 
 
 class _Product(Protocol):
@@ -74,7 +74,7 @@ class ReferenceArithmetic:
         out = torch.empty(weight.shape[0], experts.down.shape[1], dtype=dtype, device=weight.device)
         for expert, rows in _blocks(experts.counts):
             z = product.multiply(tuple(part[rows] for part in x), experts.gate_up[expert]).to(dtype)
-            h = activate(z, experts.clamp, rounded_sigmoid) * weight[rows, None].to(wide(dtype))
+            h = activate(z, experts.activation, rounded_sigmoid) * weight[rows, None].to(wide(dtype))
             out[rows] = product.multiply(product.encode(h, dtype), experts.down[expert]).to(dtype)
         return out
 
@@ -89,7 +89,7 @@ class ReferenceArithmetic:
             gate_up, down = experts.gate_up[expert], experts.down[expert]
             z = product.multiply(product.encode(x[rows], dtype), gate_up).to(dtype)
             dh = product.multiply(product.encode(dy[rows], dtype), down.T)
-            grads = activate_backward(z, weight[rows], dh, experts.clamp, rounded_sigmoid)
+            grads = activate_backward(z, weight[rows], dh, experts.activation, rounded_sigmoid)
             if dw is not None:
                 dw[rows] = grads.dw
             if dx is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mega_moe._base.activation import Activation
+from mega_moe._base.mode import Mode
 from mega_moe._base.types import (
     MAX_EXPERTS,
     MAX_RANKS,
@@ -22,7 +24,7 @@ DTYPES = ("bfloat16", "float32", "float64")
 @dataclass(frozen=True)
 class Request:
     """The static part of a layer. ``dtype`` is that of x and of the weights, ``dw_precision`` that of the products that
-    the weights' gradients are, ``scale_format`` that of fp8."""
+    the weights' gradients are, ``scale_format`` that of fp8, ``activation`` the kind of every call's."""
 
     num_experts: int
     max_tokens_per_rank: int
@@ -35,6 +37,7 @@ class Request:
     num_reserved_sms: int = 0
     dw_precision: str = "bf16"
     scale_format: str = "fp32"
+    activation: str = "swiglu"
 
     def __post_init__(self) -> None:
         positive_int("num_experts", self.num_experts, MAX_EXPERTS)
@@ -48,6 +51,7 @@ class Request:
             raise ValueError(f"precision: got {self.precision!r}, want one of {', '.join(PRECISIONS)}")
         check_dw_precision(self.dw_precision, self.precision)
         check_scale_format(self.scale_format, self.precision)
+        Activation(self.activation)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype}, want one of {', '.join(DTYPES)}")
         if self.num_experts % self.num_ranks:
@@ -68,10 +72,11 @@ class Request:
     def backward_precision(self) -> str:
         return "fp8" if self.precision == "fp8_bwd" else self.precision
 
-    @property
-    def backward_op(self) -> str:
-        """The backward kernel, as variants.toml names its op."""
-        return "backward_gradients" if self.dw_precision == "fp8" else "backward"
+    def mode(self, *, backward: bool) -> Mode:
+        """The mode of the fused kernels' memory; ``backward``: of both directions."""
+        if not backward:
+            return Mode(self.forward_precision, scale_format=self.scale_format)
+        return Mode(self.forward_precision, self.backward_precision, self.dw_precision, self.scale_format)
 
     @property
     def power_of_two(self) -> bool:

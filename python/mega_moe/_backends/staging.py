@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mega_moe._backends.activation import wide
 from mega_moe._backends.quantize import E4M3, quantize_rows
-from mega_moe._backends.swiglu import wide
 from mega_moe._base.types import SCALE_BLOCK
 from mega_moe._ops import library
 

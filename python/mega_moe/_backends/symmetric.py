@@ -12,6 +12,7 @@ from torch import Tensor
 from mega_moe._backends.control import Control
 from mega_moe._backends.tables import BLOCK_TOKENS, PAD_ROWS
 from mega_moe._base.errors import MegaMoEError
+from mega_moe._base.mode import Mode
 from mega_moe._ops import library
 
 CANARY = 0xC5
@@ -22,7 +23,8 @@ _ALIGNMENT = 256
 class Shape:
     """What both layouts depend on; equal on all ranks.
 
-    ``intermediate`` 0: no pools, tables only. ``pool_rows`` 0: a chunk holds whatever comes.
+    ``intermediate`` is 0 where ``mode`` has no forward: tables only, no pools. ``pool_rows`` 0: a chunk holds whatever
+    comes.
     """
 
     max_tokens: int
@@ -32,27 +34,17 @@ class Shape:
     intermediate: int = field(default=0, kw_only=True)
     num_ranks: int
     pool_rows: int = 0
-    quantize: bool = False
-    home: bool = False
+    mode: Mode = field(default=Mode(), kw_only=True)
     canaries: bool = False
-    backward: bool = False  # with what the fused backward needs besides
-    quantize_backward: bool = False  # and what that needs in fp8
-    quantize_gradients: bool = False  # with the weights' gradients in fp8 too
 
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
-    @property
-    def backward_form(self) -> int:
-        """As the operators take it: 0 without a backward, 1 with one in bf16, 2 in fp8, 3 with dW in fp8 too."""
-        forms = self.backward, self.quantize_backward, self.quantize_gradients
-        return forms.index(False) if False in forms else len(forms)
-
     def chunk_limits(self) -> tuple[int, int]:
         """Rows of a chunk at most, and rows that are one chunk in any case: ``plain_tables`` takes both.
 
-        The law is that of kernels/layout/workspace.h: one chunk may take both pools.
+        The rule is that of kernels/layout/workspace.h: one chunk may take both pools.
         """
         every = self.max_tokens * self.num_ranks * self.top_k
         if not self.pool_rows:
@@ -64,9 +56,9 @@ class Shape:
         joined = two_pools and self.pool_rows >= smallest + PAD_ROWS
         return limit, 2 * self.pool_rows - padding if joined else limit
 
-    def arguments(self) -> tuple[Any, ...]:
-        """As the layout operators take them."""
-        return (
+    def words(self) -> list[int]:
+        """As the library unpacks them (kernels/binding/rank.h)."""
+        return [
             self.max_tokens,
             self.top_k,
             self.num_experts,
@@ -74,11 +66,9 @@ class Shape:
             self.intermediate,
             self.num_ranks,
             self.pool_rows,
-            self.quantize,
-            self.home,
-            self.canaries,
-            self.backward_form,
-        )
+            *self.mode.words(),
+            int(self.canaries),
+        ]
 
 
 @dataclass(frozen=True)
@@ -105,13 +95,13 @@ class Layout:
 @functools.cache
 def symmetric_layout(shape: Shape) -> Layout:
     ops = library.require()
-    return _layout(ops.symmetric_parts(), ops.symmetric_layout(*shape.arguments()))
+    return _layout(ops.symmetric_parts(), ops.symmetric_layout(shape.words()))
 
 
 @functools.cache
 def workspace_layout(shape: Shape) -> Layout:
     ops = library.require()
-    return _layout(ops.workspace_parts(), ops.workspace_layout(*shape.arguments()))
+    return _layout(ops.workspace_parts(), ops.workspace_layout(shape.words()))
 
 
 def _layout(names: str, numbers: list[int]) -> Layout:

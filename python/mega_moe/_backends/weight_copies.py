@@ -112,12 +112,11 @@ class WeightCopies:
     def _make(self, weight: Tensor, codes: bool, transposed: bool) -> WeightCopy:
         experts, rows, columns = weight.shape
         device = weight.device
-        # Not wanted is an empty tensor of one dimension.
-        plain = torch.empty((experts, rows, columns) if codes else 0, dtype=E4M3, device=device)
-        turned = torch.empty((experts, columns, rows) if transposed else 0, dtype=E4M3, device=device)
+        plain = torch.empty(experts, rows, columns, dtype=E4M3, device=device) if codes else None
+        turned = torch.empty(experts, columns, rows, dtype=E4M3, device=device) if transposed else None
         scales = torch.empty(experts, rows // SCALE_BLOCK, columns // SCALE_BLOCK, device=device)
         library.require().quantize_weights(dense(weight), plain, turned, scales, self._power_of_two)
-        return WeightCopy(plain if codes else None, turned if transposed else None, scales)
+        return WeightCopy(plain, turned, scales)
 
     def _drop_freed(self) -> None:
         """Forget weights whose memory was given back: FSDP does so, and later gathers what may be other numbers."""

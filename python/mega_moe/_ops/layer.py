@@ -14,25 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_moe._base.activation import Activation
+from mega_moe._base.layer import Gradients, LayerInputs, Needs
 from mega_moe._ops import registry
 
 # Calls that reached a backend, by operator: the lowest place where a repeated forward can be seen.
 CALLS: Counter[str] = Counter()
 
-_LAYER = "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
-_CALL = "int handle, float? activation_clamp"
-_INTO = "Tensor(a!) grad_gate_up, Tensor(b!) grad_down"
-# With a default, so that what a compiler has cached without the last still calls rightly.
-_GIVEN = "bool[4] needs, Tensor? saved_gate_up=None"
+_INPUTS = "Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
+_CALL = "int handle, str activation, float? clamp, float? alpha"
+_INTO = "Tensor? grad_gate_up, Tensor? grad_down"
+_GIVEN = "bool[4] needs, Tensor? saved_gate_up"
 
 _library = torch.library.Library("mega_moe", "DEF")
-_library.define(f"save({_LAYER}, Tensor? grad_gate_up, Tensor? grad_down, {_CALL}) -> Tensor")
-_library.define(f"run(Tensor token, {_LAYER}, {_CALL}) -> Tensor")
+_library.define(f"save({_INPUTS}, {_INTO}, {_CALL}) -> Tensor")
+_library.define(f"run(Tensor token, {_INPUTS}, {_CALL}) -> Tensor")
+_library.define(f"run_saving({_INPUTS}, {_INTO}, {_CALL}, SymInt rows) -> (Tensor, Tensor)")
+_library.define(f"backward(Tensor dy, {_INPUTS}, {_CALL}, {_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(
-    f"run_saving({_LAYER}, Tensor? grad_gate_up, Tensor? grad_down, {_CALL}, SymInt rows) -> (Tensor, Tensor)"
+    f"backward_into(Tensor dy, {_INPUTS}, Tensor(a!) grad_gate_up, Tensor(b!) grad_down, {_CALL}, {_GIVEN})"
+    " -> (Tensor, Tensor)"
 )
-_library.define(f"backward(Tensor dy, {_LAYER}, {_CALL}, {_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(f"backward_into(Tensor dy, {_LAYER}, {_INTO}, {_CALL}, {_GIVEN}) -> (Tensor, Tensor)")
+
+_NUM_INPUTS = len(LayerInputs._fields)
+_NUM_CALL = 4  # arguments of _CALL
 
 
 def _token(x: Tensor) -> Tensor:
@@ -49,146 +54,108 @@ def _plain(device: torch.device) -> Any:
     return torch.autocast(device_type=device.type, enabled=False)
 
 
-def _run(
-    token: Tensor,
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    handle: int,
-    clamp: float | None,
-) -> Tensor:
+def _activation(kind: str, clamp: float | None, alpha: float | None) -> Activation:
+    return Activation(kind, clamp=clamp, alpha=alpha)
+
+
+def _run(token: Tensor, *call: Any) -> Tensor:
+    inputs, (handle, *activation) = LayerInputs(*call[:_NUM_INPUTS]), call[_NUM_INPUTS:]
     CALLS["run"] += 1
-    with torch.no_grad(), _plain(x.device):
-        return registry.get(handle).forward(x, idx, weights, w1, w2, clamp)
+    with torch.no_grad(), _plain(inputs.x.device):
+        return registry.get(handle).forward(inputs, _activation(*activation))[0]
 
 
-def _run_saving(
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    grad_w1: Tensor | None,
-    grad_w2: Tensor | None,
-    handle: int,
-    clamp: float | None,
-    rows: int,
-) -> tuple[Tensor, Tensor]:
+def _run_fake(token: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _run_saving(*call: Any) -> tuple[Tensor, Tensor]:
+    inputs, (_, _, handle, *activation, rows) = LayerInputs(*call[:_NUM_INPUTS]), call[_NUM_INPUTS:]
     CALLS["run_saving"] += 1
-    with torch.no_grad(), _plain(x.device):
-        return registry.get_saver(handle).forward_saving(x, idx, weights, w1, w2, clamp, rows)
+    with torch.no_grad(), _plain(inputs.x.device):
+        y, saved = registry.get(handle).forward(inputs, _activation(*activation), rows)
+    assert saved is not None
+    return y, saved
 
 
 def _run_saving_fake(x: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    w1, rows = call[2], call[-1]
+    w_gate_up, rows = call[2], call[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return y, torch.empty((rows, w1.shape[1]), dtype=x.dtype, device=x.device)
+    return y, torch.empty((rows, w_gate_up.shape[1]), dtype=x.dtype, device=x.device)
 
 
-def _backward(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs, (handle, clamp, needs, *saved) = list(call[:5]), call[5:]
-    return _gradients(dy, inputs, _only(saved), handle, clamp, needs, inputs[3].dtype)
+def _backward(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    return _gradients(dy, call[:_NUM_INPUTS], None, *call[_NUM_INPUTS:])
 
 
-def _only(saved: list[Tensor | None]) -> Tensor | None:
-    # The dispatcher leaves out what has its default.
-    return saved[0] if saved else None
+def _backward_into(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    into, rest = call[_NUM_INPUTS : _NUM_INPUTS + 2], call[_NUM_INPUTS + 2 :]
+    return _gradients(dy, call[:_NUM_INPUTS], into, *rest)[:2]
 
 
 def _gradients(
     dy: Tensor,
-    inputs: list[Tensor],
-    saved: Tensor | None,
+    inputs: Sequence[Tensor],
+    into: tuple[Tensor, Tensor] | None,
     handle: int,
+    kind: str,
     clamp: float | None,
-    needs: list[bool],
-    dw_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    CALLS["backward"] += 1
-    need = (needs[0], needs[1], needs[2], needs[3])
-    with torch.no_grad(), _plain(dy.device):
-        x, idx, weights, w1, w2 = inputs
-        if saved is None:
-            got = registry.get(handle).backward(dy, x, idx, weights, w1, w2, clamp, need, dw_dtype)
-        else:
-            saver = registry.get_saver(handle)
-            got = saver.backward(dy, x, idx, weights, w1, w2, clamp, need, dw_dtype, saved)
-    dx, dtopk, dw1, dw2 = (dy.new_empty(0) if g is None else g for g in got)
-    return dx, dtopk, dw1, dw2
-
-
-def _backward_into(dy: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    inputs, (grad_w1, grad_w2, handle, clamp, needs, *given) = list(call[:5]), call[5:]
-    saved = _only(given)
-    added = _add_in_kernel(dy, inputs, saved, (grad_w1, grad_w2), handle, clamp, needs)
-    if added is not None:
-        return added
-    # Wide gradients, so that adding into the buffer is their only rounding.
-    wide = torch.promote_types(inputs[3].dtype, torch.float32)
-    dx, dtopk, dw1, dw2 = _gradients(dy, inputs, saved, handle, clamp, needs, wide)
-    for grad, dw, needed in ((grad_w1, dw1, needs[2]), (grad_w2, dw2, needs[3])):
-        if needed:
-            grad.add_(dw)
-    return dx, dtopk
-
-
-def _add_in_kernel(
-    dy: Tensor,
-    inputs: list[Tensor],
+    alpha: float | None,
+    needs: Sequence[bool],
     saved: Tensor | None,
-    into: tuple[Tensor, Tensor],
-    handle: int,
-    clamp: float | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor] | None:
-    executor = registry.get(handle)
-    if not isinstance(executor, registry.Accumulator):
-        return None
-    need = (needs[0], needs[1], needs[2], needs[3])
-    with torch.no_grad(), _plain(dy.device):
-        x, idx, weights, w1, w2 = inputs
-        got = executor.backward_into(dy, x, idx, weights, w1, w2, clamp, need, into, saved)
-    if got is None:
-        return None
+) -> tuple[Tensor, ...]:
     CALLS["backward"] += 1
-    dx, dtopk = (dy.new_empty(0) if g is None else g for g in got)
-    return dx, dtopk
+    given = LayerInputs(*inputs)
+    # Into a buffer go wide gradients, so that adding them is their only rounding.
+    dtype = given.w_gate_up.dtype
+    dw_dtype = dtype if into is None else torch.promote_types(dtype, torch.float32)
+    with torch.no_grad(), _plain(dy.device):
+        got: Gradients = registry.get(handle).backward(
+            dy,
+            given,
+            _activation(kind, clamp, alpha),
+            Needs(*needs),
+            dw_dtype,
+            saved_gate_up=saved,
+            into=into,
+        )
+    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in got)
 
 
 def _backward_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    return _gradients_fake(call[:5], call[7])
+    return _gradients_fake(LayerInputs(*call[:_NUM_INPUTS]), call[_NUM_INPUTS + _NUM_CALL])
 
 
 def _backward_into_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    return _gradients_fake(call[:5], call[9])[:2]
+    return _gradients_fake(LayerInputs(*call[:_NUM_INPUTS]), call[_NUM_INPUTS + 2 + _NUM_CALL])[:2]
 
 
-def _gradients_fake(inputs: Sequence[Tensor], needs: list[bool]) -> tuple[Tensor, ...]:
-    x, _, weights, w1, w2 = inputs
-    made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weights, w1, w2))
+def _gradients_fake(inputs: LayerInputs, needs: list[bool]) -> tuple[Tensor, ...]:
+    x, _, *others = inputs
+    made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, *others))
     return tuple(m if need else x.new_empty(0) for m, need in zip(made, needs))
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, grad_w1, grad_w2, handle, clamp = inputs
-    ctx.save_for_backward(*tensors)
-    # Not through save_for_backward: each backward adds into these buffers, which autograd would report as a modified
-    # saved tensor for every other micro-batch in flight.
-    ctx.into = (grad_w1, grad_w2)
-    ctx.call = (handle, clamp)
+    ctx.save_for_backward(*inputs[:_NUM_INPUTS])
+    _keep_call(ctx, inputs)
 
 
 def _run_saving_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, grad_w1, grad_w2, handle, clamp, _ = inputs
     gate_up = output[1]
     ctx.mark_non_differentiable(gate_up)
     # Else its gradient, which nobody reads, would be zeros of its size.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, gate_up)
-    ctx.into = (grad_w1, grad_w2)
-    ctx.call = (handle, clamp)
+    ctx.save_for_backward(*inputs[:_NUM_INPUTS], gate_up)
+    _keep_call(ctx, inputs)
+
+
+def _keep_call(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    # Not through save_for_backward: each backward adds into these buffers, which autograd would report as a modified
+    # saved tensor for every other micro-batch in flight.
+    ctx.into = inputs[_NUM_INPUTS : _NUM_INPUTS + 2]
+    ctx.call = inputs[_NUM_INPUTS + 2 : _NUM_INPUTS + 2 + _NUM_CALL]
+    ctx.num_inputs = len(inputs)
 
 
 def _run_saving_backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -196,7 +163,7 @@ def _run_saving_backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor |
     if dy is None:
         # Nobody uses y. The other ranks come to this backward, and wait for this one.
         dy = torch.zeros_like(tensors[0])
-    return *_all_gradients(ctx, dy, tensors, gate_up), None
+    return _all_gradients(ctx, dy, tensors, gate_up)
 
 
 def _save_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,7 +173,7 @@ def _save_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _all_gradients(
     ctx: Any, dy: Tensor, tensors: Sequence[Tensor], saved: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Of the inputs of `save`, by which those of `run_saving` begin."""
+    """Of the inputs of `save` or `run_saving`."""
     needed = ctx.needs_input_grad
     needs = [needed[0], needed[2], needed[3], needed[4]]
     into = ctx.into
@@ -223,15 +190,15 @@ def _all_gradients(
         # The weights' gradients are in the buffers; a zero of stride 0 keeps their hooks firing and adds nothing.
         grads = (dx, dtopk, *(w.new_zeros(1, 1, 1).expand(w.shape) for w in tensors[3:]))
     dx, dtopk, dw1, dw2 = (g if need else None for g, need in zip(grads, needs))
-    return dx, None, dtopk, dw1, dw2, None, None, None, None
+    return dx, None, dtopk, dw1, dw2, *(None,) * (ctx.num_inputs - _NUM_INPUTS)
 
 
 def _run_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
+    ctx.num_inputs = len(inputs)
 
 
 def _run_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return (dy, *(None,) * 7)
+    return (dy, *(None,) * (ctx.num_inputs - 1))
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
@@ -242,7 +209,7 @@ def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
 
 for _name, _impl, _fake in (
     ("save", _save, _save),
-    ("run", _run, lambda token, x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device)),
+    ("run", _run, _run_fake),
     ("run_saving", _run_saving, _run_saving_fake),
     ("backward", _backward, _backward_fake),
     ("backward_into", _backward_into, _backward_into_fake),

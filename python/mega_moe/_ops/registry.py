@@ -7,91 +7,40 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mega_moe._base.activation import Activation
 from mega_moe._base.errors import MegaMoEError
+from mega_moe._base.layer import Gradients, LayerInputs, Needs
 
 
 class Executor(Protocol):
     """What an op needs of a backend: the two directions of one layer, on real tensors."""
 
     def forward(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-    ) -> Tensor: ...
+        self, inputs: LayerInputs, activation: Activation, saved_rows: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """-> y, and with ``saved_rows`` gate and up for the backward, ``[saved_rows, 2I]`` in x's dtype.
 
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
-        dw_dtype: torch.dtype,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
-
-
-@runtime_checkable
-class Saver(Protocol):
-    """An executor that can keep gate and up of a forward for its backward. The tensor means nothing to others."""
-
-    def forward_saving(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        """-> y, and ``[rows, 2I]`` in x's dtype."""
+        What is saved means nothing to others. MegaMoEError from a backend that saves nothing.
+        """
         ...
 
     def backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
+        inputs: LayerInputs,
+        activation: Activation,
+        needs: Needs,
         dw_dtype: torch.dtype,
+        *,
         saved_gate_up: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
-
-
-@runtime_checkable
-class Accumulator(Protocol):
-    """An executor that may add weight gradients into given buffers itself; a `Saver` with a kernel for the backward."""
-
-    def backward_into(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        clamp: float | None,
-        needs: tuple[bool, bool, bool, bool],
-        into: tuple[Tensor, Tensor],
-        saved_gate_up: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None] | None:
-        """-> gradients of x and of the routing weights; None where it cannot, and has done nothing."""
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> Gradients:
+        """Gradients that are needed; ``into``: buffers to which those of the weights are added with one rounding."""
         ...
 
 
@@ -107,13 +56,6 @@ def register(executor: Executor) -> int:
 
 def unregister(handle: int) -> None:
     _live.pop(handle, None)
-
-
-def get_saver(handle: int) -> Saver:
-    executor = get(handle)
-    if not isinstance(executor, Saver):
-        raise MegaMoEError(f"the backend of buffer {handle} saves no gate and up, and was given some")
-    return executor
 
 
 def get(handle: int) -> Executor:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mega_moe._backends import facts
 from mega_moe._backends.decide import decide
-from mega_moe._backends.kernel_backward import KernelBackward
-from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.kernel_layer import KernelLayer
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
@@ -20,6 +19,7 @@ from mega_moe._backends.saved import SavedRows
 from mega_moe._backends.symmetric import Shape as BufferShape
 from mega_moe._backends.symmetric import of_virtual_ranks, symmetric_layout
 from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
+from mega_moe._base.layer import LayerInputs, Needs
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import Shape
@@ -31,11 +31,11 @@ _KEPT = 3  # results of a call that may be alive at once
 DIRECTIONS = ("forward", "backward")
 PRECISIONS = ("bf16", "fp8", "fp8_bwd")
 PARTS = {
-    "all": (True, True, True, True),
-    "dx": (True, True, False, False),
-    "dw": (False, False, True, True),
+    "all": Needs(),
+    "dx": Needs(w_gate_up=False, w_down=False),
+    "dw": Needs(x=False, topk_weights=False),
 }
-"""Which gradients a backward is asked for: of x, topk_weights, w_gate_up, w_down."""
+"""Which gradients a backward is asked for."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,7 @@ def prepare_process() -> None:
 class _Inputs:
     """What one rank gives to its launch."""
 
-    x: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
-    w_gate_up: Tensor
-    w_down: Tensor
+    layer: LayerInputs
     dy: Tensor
     copies: tuple[WeightCopy, WeightCopy] | None  # where the direction's kernel reads e4m3 weights
 
@@ -119,19 +115,16 @@ class _Inputs:
                 made.of(problem.w_down.detach(), codes=not backward, transposed=backward),
             )
         return cls(
-            first.x.detach(),
-            first.topk_idx,
-            first.topk_weights.detach(),
-            problem.w_gate_up.detach(),
-            problem.w_down.detach(),
+            LayerInputs(
+                first.x.detach(),
+                first.topk_idx,
+                first.topk_weights.detach(),
+                problem.w_gate_up.detach(),
+                problem.w_down.detach(),
+            ),
             first.dy,
             copies,
         )
-
-    def forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor | WeightCopy, Tensor | WeightCopy]:
-        """The forward's part of it."""
-        weights = (self.w_gate_up, self.w_down) if self.copies is None else self.copies
-        return self.x, self.topk_idx, self.topk_weights, *weights
 
 
 class KernelRanks:
@@ -149,11 +142,7 @@ class KernelRanks:
             intermediate=shape.intermediate,
             num_ranks=count,
             pool_rows=pool_rows(request),
-            quantize=request.forward_precision == "fp8",
-            home=True,
-            backward=options.direction == "backward" or options.saved > 0,
-            quantize_backward=options.direction == "backward" and request.backward_precision == "fp8",
-            quantize_gradients=options.direction == "backward" and request.dw_precision == "fp8",
+            mode=request.mode(backward=options.direction == "backward" or options.saved > 0),
         )
         everything = torch.cuda.get_device_properties(device).multi_processor_count
         # Clusters are pairs; a trace has a place for every CTA.
@@ -176,8 +165,7 @@ class KernelRanks:
             )
             for rank in range(count)
         ]
-        self._forwards = [KernelForward(kernels) for kernels in self.kernels]
-        self._backwards = [KernelBackward(kernels) for kernels in self.kernels]
+        self._layers = [KernelLayer(kernels) for kernels in self.kernels]
         self._streams = [torch.cuda.Stream(device) for _ in range(count)]
         self.inputs = [_Inputs.of(options, device, rank) for rank in range(count)]
         rows = SavedRows.of(layout, options.saved).slots(options.tokens) if options.saved else 0
@@ -255,19 +243,16 @@ class KernelRanks:
     def _forward(self, rank: int, trace: Tensor | None = None) -> list[Tensor]:
         """One rank's launch: y."""
         saved = self._saved[rank]
-        y, _ = self._forwards[rank].forward(*self.inputs[rank].forward(), saved_gate_up=saved, trace=trace)
+        given = self.inputs[rank]
+        y, _ = self._layers[rank].forward(given.layer, copies=given.copies, saved_gate_up=saved, trace=trace)
         return [y]
 
     def _backward(self, rank: int, trace: Tensor | None = None) -> list[Tensor]:
         """One rank's launch: the gradients that are asked for."""
         given, options = self.inputs[rank], self._options
-        gradients, _ = self._backwards[rank].backward(
+        gradients, _ = self._layers[rank].backward(
             given.dy,
-            given.x,
-            given.topk_idx,
-            given.topk_weights,
-            given.w_gate_up,
-            given.w_down,
+            given.layer,
             needs=PARTS[options.parts],
             dw_dtype=options.dw_dtype,
             saved_gate_up=self._saved[rank],
@@ -294,12 +279,12 @@ class KernelRanks:
     def _results(self, given: _Inputs) -> list[Tensor]:
         """Memory as one launch of a rank takes for what it gives."""
         if self._options.direction == "forward":
-            return [torch.empty_like(given.x)]
+            return [torch.empty_like(given.layer.x)]
         needs, dtype = PARTS[self._options.parts], self._options.dw_dtype
         made = (
-            (given.x, given.x.dtype),
-            (given.topk_weights, torch.float32),
-            (given.w_gate_up, dtype),
-            (given.w_down, dtype),
+            (given.layer.x, given.layer.x.dtype),
+            (given.layer.topk_weights, torch.float32),
+            (given.layer.w_gate_up, dtype),
+            (given.layer.w_down, dtype),
         )
         return [torch.empty_like(value, dtype=kind) for (value, kind), needed in zip(made, needs) if needed]

@@ -65,8 +65,8 @@ class _Weight:
         extents = experts, rows, columns
         self._weight = torch.randn(extents, device=device, dtype=torch.bfloat16)
         turned = (experts, columns, rows)
-        self._codes = torch.empty(0 if copies == "transposed" else extents, dtype=_E4M3, device=device)
-        self._turned = torch.empty(0 if copies == "codes" else turned, dtype=_E4M3, device=device)
+        self._codes = None if copies == "transposed" else torch.empty(extents, dtype=_E4M3, device=device)
+        self._turned = None if copies == "codes" else torch.empty(turned, dtype=_E4M3, device=device)
         self._scales = torch.empty(experts, rows // _BLOCK, columns // _BLOCK, device=device)
 
     def call(self) -> None:
@@ -74,7 +74,8 @@ class _Weight:
 
     def poison(self) -> None:
         for tensor in (self._codes, self._turned):
-            tensor.view(torch.uint8).fill_(0xFF)
+            if tensor is not None:
+                tensor.view(torch.uint8).fill_(0xFF)
 
     def check(self) -> None:
         """Raises RuntimeError where the last call's copies of the first and last expert are not the weight's."""
@@ -82,7 +83,7 @@ class _Weight:
             want = self._weight[expert].float()
             scales = self._scales[expert].repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
             for copy in (self._codes, self._turned):
-                if copy.dim() == 1:
+                if copy is None:
                     continue
                 codes = copy[expert] if copy is self._codes else copy[expert].T
                 error = float((codes.float() * scales - want).norm() / want.norm())

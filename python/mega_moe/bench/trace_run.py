@@ -34,8 +34,8 @@ def why_no_trace(options: Options, device: torch.device) -> list[str]:
     known = facts.collect(device)
     if device.type == "cuda" and known.library_loaded:
         serving = "{}{}".format(*(known.compute_capability or (0, 0)))
-        wanted = (f"{options.direction}_trace", options.kernel_precision)
-        tracing = (v for v in known.variants if (v.op, v.precision) == wanted)
+        wanted = (options.direction, options.kernel_precision)
+        tracing = (v for v in known.variants if v.trace and (v.op, v.precision) == wanted)
         if not any(variant.architecture.rstrip("af") == serving for variant in tracing):
             reasons.append(
                 f"this wheel holds no tracing variant of the {options.kernel_precision} {options.direction} kernel for "
@@ -80,7 +80,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 def _wanted(options: Options, ranks: KernelRanks) -> Wanted:
     shape = options.shape
-    ids = [inputs.topk_idx for inputs in ranks.inputs]
+    ids = [inputs.layer.topk_idx for inputs in ranks.inputs]
     tables = [
         plain_tables(ids, rank, shape.num_experts, *kernels.shape.chunk_limits())
         for rank, kernels in enumerate(ranks.kernels)

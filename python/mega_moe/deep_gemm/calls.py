@@ -7,12 +7,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mega_moe._base.activation import as_activation
 from mega_moe.api import moe, route
 from mega_moe.deep_gemm.checks import (
     BF16,
     FP32,
     check_call,
-    check_clamp,
     check_natural,
     check_stats,
     check_tensor,
@@ -153,17 +153,17 @@ def bf16_mega_moe_backward(
         check_tensor("dtopk", dtopk, sym_buffer, FP32, (tokens, sym_buffer.num_topk))
         check_tensor("dw1", dw1, sym_buffer, BF16 + FP32, tuple(l1_weights.shape))
         check_tensor("dw2", dw2, sym_buffer, BF16 + FP32, tuple(l2_weights.shape))
-        check_clamp(activation_clamp)
+        as_activation(None, activation_clamp)
 
     checked(sym_buffer, check)
     x, ids, weights = sym_buffer.staged(dy.shape[0])
-    clamp = None if activation_clamp is None else float(activation_clamp)
+    act = as_activation(None, activation_clamp)
     call = (x, ids, weights, l1_weights, l2_weights)
     with torch.no_grad():
         # The operator adds with one rounding: into zeros that is what an overwritten gradient holds.
         into = (dw1.zero_(), dw2.zero_())
         made = torch.ops.mega_moe.backward_into(
-            dy.contiguous(), *call, *into, sym_buffer.moe.handle, clamp, [True] * 4
+            dy.contiguous(), *call, *into, sym_buffer.moe.handle, *act.arguments(), [True] * 4, None
         )
         dx.copy_(made[0])
         dtopk.copy_(made[1])

@@ -72,13 +72,6 @@ def check_stats(stats: Any, buffer: SymmBuffer) -> None:
         check_tensor("cumulative_local_expert_recv_stats", stats, buffer, (torch.int32,), shape)
 
 
-def check_clamp(clamp: Any) -> None:
-    if clamp is not None and not isinstance(clamp, (int, float)):
-        raise TypeError(f"activation_clamp: got {type(clamp).__name__}, want None or a number > 0")
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"activation_clamp: got {clamp}, want None or a number > 0")
-
-
 def check_tokens(name: str, rows: Tensor, buffer: SymmBuffer) -> None:
     if rows.shape[0] > buffer.num_max_tokens_per_rank:
         raise ValueError(

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.given_codes import Codes, GivenCodes
+from mega_moe._base.activation import as_activation
 from mega_moe._base.errors import BackendRefusedError
 from mega_moe.deep_gemm.checks import (
     BF16,
     FP32,
     check_call,
-    check_clamp,
     check_pair,
     check_stats,
     check_tensor,
@@ -70,14 +70,14 @@ def fp8_mega_moe(
         check_tokens("y", y, sym_buffer)
         _check_bound(num_tokens_bound, y.shape[0])
         check_stats(cumulative_local_expert_recv_stats, sym_buffer)
-        check_clamp(activation_clamp)
+        as_activation(None, activation_clamp)
         return given
 
     given = checked(sym_buffer, check)
     _, ids, weights = sym_buffer.staged(y.shape[0])
-    clamp = None if activation_clamp is None else float(activation_clamp)
+    act = as_activation(None, activation_clamp)
     with torch.no_grad():
-        made, routing = given.forward(ids, weights, Codes(*l1_weights), Codes(*l2_weights), clamp)
+        made, routing = given.forward(ids, weights, Codes(*l1_weights), Codes(*l2_weights), act)
         y.copy_(made)
         if cumulative_local_expert_recv_stats is not None:
             # -1 where the call was not served.
@@ -135,14 +135,14 @@ def fp8_mega_moe_backward(
         check_tensor("dtopk", dtopk, sym_buffer, FP32, (tokens, sym_buffer.num_topk))
         check_tensor("dw1", dw1, sym_buffer, BF16 + FP32, (experts, 2 * inner, hidden))
         check_tensor("dw2", dw2, sym_buffer, BF16 + FP32, (experts, hidden, inner))
-        check_clamp(activation_clamp)
+        as_activation(None, activation_clamp)
         return given
 
     given = checked(sym_buffer, check)
     _, ids, weights = sym_buffer.staged(dy.shape[0])
-    clamp = None if activation_clamp is None else float(activation_clamp)
+    act = as_activation(None, activation_clamp)
     with torch.no_grad():
-        own = given.backward(dy, x, ids, weights, Codes(*l1), Codes(*l1_t), Codes(*l2_t), clamp, (dw1, dw2))
+        own = given.backward(dy, x, ids, weights, Codes(*l1), Codes(*l1_t), Codes(*l2_t), act, (dw1, dw2))
         for gradient, value in zip((dx, dtopk), own, strict=True):
             gradient.copy_(value)
 

@@ -10,12 +10,9 @@ from mega_moe._backends.request import Request
 ROUTE = Variant("route", "90a", "none")
 QUANTIZE_WEIGHTS = Variant("quantize_weights", "90a", "fp8")
 FULL = (
-    *(
-        Variant(op, "90a", precision, 256, 128)
-        for op in ("forward", "backward")
-        for precision in ("bf16", "fp8")
-    ),
-    Variant("backward_gradients", "90a", "fp8", 256, 128),
+    *(Variant("forward", "90a", precision, 256, 128) for precision in ("bf16", "fp8")),
+    *(Variant("backward", "90a", precision, 256, 128, "bf16") for precision in ("bf16", "fp8")),
+    Variant("backward", "90a", "fp8", 256, 128, "fp8"),
     ROUTE,
     QUANTIZE_WEIGHTS,
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mega_moe._backends.activation import activate, rounded_sigmoid
 from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
 from mega_moe._backends.quantize import quantize_rows, scaled_product
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.staging import Staged, TorchStager
-from mega_moe._backends.swiglu import activate, rounded_sigmoid
 
 
 class OfCopies(ReferenceArithmetic):
@@ -28,7 +28,7 @@ class OfCopies(ReferenceArithmetic):
                 for codes, scales in zip((experts.gate_up, experts.down), self._scales, strict=True)
             )
             z = scaled_product((x[0][rows], x[1][rows]), gate_up).bfloat16()
-            h = activate(z, experts.clamp, rounded_sigmoid) * weight[rows, None]
+            h = activate(z, experts.activation, rounded_sigmoid) * weight[rows, None]
             blocks.append(scaled_product(quantize_rows(h, self._power_of_two), down).bfloat16())
         return torch.cat(blocks)
 
@@ -59,7 +59,9 @@ class BackwardOfCopies(ReferenceArithmetic):
         for expert, count in enumerate(experts.counts):
             rows = slice(start, start := start + count)
             self._backward = _Copied(*(copy[expert] for copy in self._copies), self._power_of_two)
-            one = Experts(experts.gate_up[expert][None], experts.down[expert][None], [count], experts.clamp)
+            one = Experts(
+                experts.gate_up[expert][None], experts.down[expert][None], [count], experts.activation
+            )
             parts.append(super().backward(x[rows], dy[rows], weight[rows], one, wanted))
         return RowGrads(
             *(None if own[0] is None else torch.cat([p for p in own if p is not None]) for own in zip(*parts))

@@ -20,6 +20,9 @@ from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.request import Request
 from mega_moe._backends.staging import TorchStager
 from mega_moe._backends.transport import LocalTransport
+from mega_moe._base.activation import Activation
+from mega_moe._base.layer import LayerInputs, Needs
+from mega_moe._base.mode import Mode
 from mega_moe._ops import library
 
 from ._fake_arithmetic import BackwardOfCopies, FoundCodes, OfCopies
@@ -32,11 +35,40 @@ class Launch(NamedTuple):
     op: str
     tokens: int
     in_order: bool
-    clamp: float = 0.0
+    clamp: float | None = None
     num_sms: int = 0
     delay_seed: int = 0
-    trace: tuple[int, int] = (0, 0)
+    traced: bool = False
     saved_rows: int = 0
+
+
+class Rank(NamedTuple):
+    """What `KernelRank.words` packs, as the library unpacks it."""
+
+    max_tokens: int
+    top_k: int
+    num_experts: int
+    hidden: int
+    intermediate: int
+    num_ranks: int
+    pool_rows: int
+    mode: Mode
+    canaries: int
+    rank: int
+    num_sms: int
+    arrival_ns: int
+    progress_ns: int
+    workspace: int
+    record: int
+    buffers: list[int]
+
+    @classmethod
+    def of(cls, words: list[int]) -> Rank:
+        precision, formats = ("none", "bf16", "fp8"), ("fp32", "power_of_two")
+        mode = Mode(*(precision[word] for word in words[7:10]), formats[words[10]])
+        rank = cls(*words[:7], mode, *words[11:18], words[18:])
+        assert len(rank.buffers) == rank.num_ranks
+        return rank
 
 
 class FakeKernels:
@@ -49,7 +81,7 @@ class FakeKernels:
         self.launches: list[Launch] = []
         self.needs: list[tuple[bool, ...]] = []  # of the backwards
         self.quantized: list[tuple[tuple[int, ...], bool, bool]] = []  # weight, codes, transposed
-        self.quantized_forwards: list[bool] = []  # of the backwards in fp8: whether their forward is too
+        self.fp8_forwards: list[bool] = []  # of the backwards in fp8: whether their forward is too
         self.rounded: list[bool] = []  # of the launches in fp8: whether scales are powers of two
         self.synchronized = 0
         self.capturing = False
@@ -64,8 +96,8 @@ class FakeKernels:
     def symmetric_parts(self) -> str:
         return "control staging home"
 
-    def symmetric_layout(self, *arguments: Any) -> list[int]:
-        max_tokens, top_k, _, hidden = arguments[:4]
+    def symmetric_layout(self, words: list[int]) -> list[int]:
+        max_tokens, top_k, _, hidden = words[:4]
         staging = self.staging_layout(max_tokens, top_k, hidden, True)[-1]
         return [0, 256, STAGING, staging, STAGING + staging, 256, STAGING + staging + 256]
 
@@ -78,15 +110,40 @@ class FakeKernels:
     def workspace_parts(self) -> str:
         return "sync x_pool"
 
-    def workspace_layout(self, *arguments: Any) -> list[int]:
+    def workspace_layout(self, words: list[int]) -> list[int]:
         return [0, 256, 256, 256, 512]
 
-    def route(self, topk_idx: Tensor, topk_weights: Tensor, summary: Tensor, *rest: Any) -> None:
-        refused = rest[-2]
-        self._launched(
-            Launch("refuse" if refused else "route", refused or len(topk_idx), self._ordering), rest[2]
-        )
+    def route(
+        self,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        summary: Tensor,
+        words: list[int],
+        refused_tokens: int,
+    ) -> None:
+        op = "refuse" if refused_tokens else "route"
+        self._launched(Launch(op, refused_tokens or len(topk_idx), self._ordering), Rank.of(words))
         summary.zero_()
+
+    def quantize_weights(
+        self,
+        weight: Tensor,
+        codes: Tensor | None,
+        codes_t: Tensor | None,
+        scales: Tensor,
+        power_of_two: bool,
+    ) -> None:
+        experts, rows, columns = weight.shape
+        assert weight.is_contiguous()
+        assert scales.shape == (experts, rows // 128, columns // 128)
+        self.quantized.append((tuple(weight.shape), codes is not None, codes_t is not None))
+        for expert in range(experts):
+            got, scales[expert] = quantize_weight(weight[expert], power_of_two)
+            if codes is not None:
+                codes[expert] = got
+            if codes_t is not None:
+                assert codes_t.shape == (experts, columns, rows)
+                codes_t[expert] = got.T
 
     def moe_forward(
         self,
@@ -95,285 +152,172 @@ class FakeKernels:
         topk_weights: Tensor,
         w_gate_up: Tensor,
         w_down: Tensor,
+        gate_up_sf: Tensor | None,
+        down_sf: Tensor | None,
         y: Tensor,
-        saved_gate_up: Tensor,
+        saved_gate_up: Tensor | None,
         summary: Tensor,
-        buffers: list[int],
-        workspace: int,
-        record: int,
-        max_tokens: int,
-        num_experts: int,
-        pool_rows: int,
-        canaries: bool,
-        backward: bool,
-        rank: int,
-        num_sms: int,
-        arrival_ns: int,
-        progress_ns: int,
-        clamp: float,
+        words: list[int],
+        activation: str,
+        clamp: float | None,
+        alpha: float | None,
+        trace: Tensor | None,
         delay_seed: int,
-        trace: int,
-        trace_bytes: int,
     ) -> None:
-        for tensor in (x, topk_idx, topk_weights, w_gate_up, w_down, y):
-            assert tensor.is_contiguous()
-            assert tensor.data_ptr() % 16 == 0
-        assert len(x) <= max_tokens
-        assert pool_rows % 128 == 0
+        rank, fp8 = Rank.of(words), gate_up_sf is not None
+        assert fp8 == (rank.mode.forward == "fp8")
+        for tensor in (x, topk_idx, topk_weights, w_gate_up, w_down, gate_up_sf, down_sf, y):
+            if tensor is not None:
+                assert tensor.is_contiguous()
+                assert tensor.data_ptr() % 16 == 0
+        assert len(x) <= rank.max_tokens
+        assert rank.pool_rows % 128 == 0
         self._launched(
             Launch(
-                "forward",
+                "forward fp8" if fp8 else "forward",
                 len(x),
                 self._ordering,
                 clamp,
-                num_sms,
+                rank.num_sms,
                 delay_seed,
-                (trace, trace_bytes),
+                trace is not None,
                 saved_rows(saved_gate_up, w_down),
             ),
-            record,
+            rank,
         )
-        # No two calls' alike, so that a backward which is given another's is seen.
-        saved_gate_up.fill_(self._mark(x))
+        if saved_gate_up is not None:
+            # No two calls' alike, so that a backward which is given another's is seen.
+            saved_gate_up.fill_(self._mark(x))
         summary.zero_()
-        if len(buffers) > 1:
+        if len(rank.buffers) > 1:
             y.zero_()
             return
-        request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
-        plain = PlainExecutor(
-            request, ReferenceArithmetic("bf16"), TorchStager(num_experts), LocalControl(), LocalTransport()
-        )
-        wrong = (topk_idx < -1) | (topk_idx >= num_experts)
-        y.copy_(plain.forward(x, topk_idx.masked_fill(wrong, -1), topk_weights, w_gate_up, w_down, clamp))
+        experts = rank.num_experts
+        request = Request(experts, rank.max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
+        stager, arithmetic = TorchStager(experts), ReferenceArithmetic("bf16")
+        wrong = (topk_idx < -1) | (topk_idx >= experts)
+        if fp8:
+            assert w_gate_up.dtype == w_down.dtype == torch.float8_e4m3fn
+            power_of_two = rank.mode.power_of_two
+            self.rounded.append(power_of_two)
+            stager = TorchStager(experts, power_of_two)
+            if x.dtype == torch.float8_e4m3fn:
+                stager, x = self._found(x, rank), torch.zeros(x.shape, dtype=torch.bfloat16)
+            assert gate_up_sf is not None
+            assert down_sf is not None
+            arithmetic = OfCopies(gate_up_sf, down_sf, power_of_two=power_of_two)
+            # As the library counts: behind the words of the call and of its ranks.
+            ids = topk_idx[(topk_idx >= 0) & ~wrong].long()
+            summary[3 : 3 + experts] = torch.bincount(ids, minlength=experts)
+        plain = PlainExecutor(request, arithmetic, stager, LocalControl(), LocalTransport())
+        inputs = LayerInputs(x, topk_idx.masked_fill(wrong, -1), topk_weights, w_gate_up, w_down)
+        y.copy_(plain.forward(inputs, Activation(activation, clamp=clamp, alpha=alpha))[0])
         if wrong.any():
             y.fill_(float("nan"))
 
-    def quantize_weights(
-        self, weight: Tensor, codes: Tensor, transposed: Tensor, scales: Tensor, power_of_two: bool
-    ) -> None:
-        experts, rows, columns = weight.shape
-        assert weight.is_contiguous()
-        assert scales.shape == (experts, rows // 128, columns // 128)
-        self.quantized.append((tuple(weight.shape), codes.dim() > 1, transposed.dim() > 1))
-        for expert in range(experts):
-            got, scales[expert] = quantize_weight(weight[expert], power_of_two)
-            if codes.dim() > 1:
-                codes[expert] = got
-            if transposed.dim() > 1:
-                assert transposed.shape == (experts, columns, rows)
-                transposed[expert] = got.T
-
-    def moe_forward_fp8(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        gate_up_scales: Tensor,
-        w_down: Tensor,
-        down_scales: Tensor,
-        y: Tensor,
-        summary: Tensor,
-        buffers: list[int],
-        workspace: int,
-        record: int,
-        max_tokens: int,
-        num_experts: int,
-        pool_rows: int,
-        canaries: bool,
-        backward: bool,
-        rank: int,
-        num_sms: int,
-        arrival_ns: int,
-        progress_ns: int,
-        clamp: float,
-        power_of_two: bool,
-        delay_seed: int,
-        trace: int,
-        trace_bytes: int,
-    ) -> None:
-        assert w_gate_up.dtype == w_down.dtype == torch.float8_e4m3fn
-        for tensor in (topk_idx, topk_weights, w_gate_up, gate_up_scales, w_down, down_scales, y):
-            assert tensor.is_contiguous()
-        self._launched(
-            Launch("forward fp8", len(x), self._ordering, clamp, num_sms, delay_seed, (trace, trace_bytes)),
-            record,
-        )
-        summary.zero_()
-        if len(buffers) > 1:
-            y.zero_()
-            return
-        hidden, top_k = x.shape[1], topk_idx.shape[1]
-        request = Request(num_experts, max_tokens, top_k, hidden, w_down.shape[2])
-        self.rounded.append(power_of_two)
-        stager = TorchStager(num_experts, power_of_two)
-        if x.dtype == torch.float8_e4m3fn:
-            staged = buffers[rank] + STAGING
-            assert len(x) == 0 or x.data_ptr() == staged
-            offset = self.staging_layout(max_tokens, top_k, hidden, True)[1]
-            scales = _floats_at(staged + offset, len(x), hidden // 128)
-            stager, x = FoundCodes(num_experts, x, scales), torch.zeros(x.shape, dtype=torch.bfloat16)
-        # As the library counts: behind the words of the call and of its ranks.
-        ids = topk_idx[(topk_idx >= 0) & (topk_idx < num_experts)].long()
-        summary[3 : 3 + num_experts] = torch.bincount(ids, minlength=num_experts)
-        arithmetic = OfCopies(gate_up_scales, down_scales, power_of_two=power_of_two)
-        plain = PlainExecutor(request, arithmetic, stager, LocalControl(), LocalTransport())
-        y.copy_(plain.forward(x, topk_idx, topk_weights, w_gate_up, w_down, clamp))
+    def _found(self, x: Tensor, rank: Rank) -> FoundCodes:
+        """Codes where the buffer stages them, beside their scales."""
+        staged = rank.buffers[rank.rank] + STAGING
+        assert len(x) == 0 or x.data_ptr() == staged
+        hidden = x.shape[1]
+        offset = self.staging_layout(rank.max_tokens, rank.top_k, hidden, True)[1]
+        return FoundCodes(rank.num_experts, x, _floats_at(staged + offset, len(x), hidden // 128))
 
     def moe_backward(
         self,
-        x: Tensor,
         dy: Tensor,
+        x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
         w_gate_up: Tensor,
-        w_down: Tensor,
-        saved_gate_up: Tensor,
-        dx: Tensor,
-        dtopk: Tensor,
-        dw_gate_up: Tensor,
-        dw_down: Tensor,
+        w_down: Tensor | None,
+        w_gate_up_t: Tensor | None,
+        w_down_t: Tensor | None,
+        gate_up_sf: Tensor | None,
+        down_sf: Tensor | None,
+        saved_gate_up: Tensor | None,
+        dx: Tensor | None,
+        dtopk: Tensor | None,
+        dw_gate_up: Tensor | None,
+        dw_down: Tensor | None,
         summary: Tensor,
-        buffers: list[int],
-        workspace: int,
-        record: int,
-        max_tokens: int,
-        num_experts: int,
-        pool_rows: int,
-        canaries: bool,
-        rank: int,
-        num_sms: int,
-        arrival_ns: int,
-        progress_ns: int,
-        clamp: float,
+        words: list[int],
+        activation: str,
+        clamp: float | None,
+        alpha: float | None,
         accumulate: bool,
+        trace: Tensor | None,
         delay_seed: int,
-        trace: int,
-        trace_bytes: int,
     ) -> None:
+        rank, fp8 = Rank.of(words), gate_up_sf is not None
+        assert fp8 == (rank.mode.backward == "fp8") == (w_down is None)
         results = (dx, dtopk, dw_gate_up, dw_down)
-        # An empty tensor of one dimension: nobody wants it.
-        needs = tuple(t.dim() > 1 for t in results)
-        for tensor in (x, dy, topk_idx, topk_weights, w_gate_up, w_down, *results):
-            assert tensor.is_contiguous()
-            assert tensor.data_ptr() % 16 == 0
-        assert len({t.dtype for t, needed in zip(results[2:], needs[2:]) if needed}) <= 1
-        assert dtopk.dtype == torch.float32
+        needs = Needs(*(result is not None for result in results))
+        copies = [t for t in (w_gate_up, w_gate_up_t, gate_up_sf, w_down_t, down_sf) if t is not None]
+        for tensor in (x, dy, topk_idx, topk_weights, w_down, *copies, *results):
+            if tensor is not None:
+                assert tensor.is_contiguous()
+                assert tensor.data_ptr() % 16 == 0
+        wide = [t.dtype for t in results[2:] if t is not None]
+        assert len(set(wide)) <= 1
+        assert dtopk is None or dtopk.dtype == torch.float32
+        op = "backward into" if accumulate else "backward"
+        op += " fp8" if fp8 else ""
+        op += " wgrad" if rank.mode.wgrad == "fp8" else ""
         self._launched(
             Launch(
-                "backward into" if accumulate else "backward",
+                op,
                 len(x),
                 self._ordering,
                 clamp,
-                num_sms,
+                rank.num_sms,
                 delay_seed,
-                saved_rows=saved_rows(saved_gate_up, w_down),
+                trace is not None,
+                0 if w_down is None else saved_rows(saved_gate_up, w_down),
             ),
-            record,
+            rank,
         )
-        assert bool((saved_gate_up == self._mark(x)).all())
-        self.needs.append(needs)
+        if saved_gate_up is not None:
+            assert bool((saved_gate_up == self._mark(x)).all())
+        self.needs.append(tuple(needs))
         summary.zero_()
-        request = Request(num_experts, max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
-        plain = PlainExecutor(
-            request, ReferenceArithmetic("bf16"), TorchStager(num_experts), LocalControl(), LocalTransport()
-        )
+        experts, hidden = rank.num_experts, x.shape[1]
+        arithmetic, inner = ReferenceArithmetic("bf16"), 0 if w_down is None else w_down.shape[2]
+        if fp8:
+            assert w_down_t is not None
+            assert all(copy.dtype == torch.float8_e4m3fn for copy in (copies[0], copies[1], copies[3]))
+            self.fp8_forwards.append(rank.mode.forward == "fp8")
+            self.rounded.append(rank.mode.power_of_two)
+            if len(rank.buffers) > 1:
+                return
+            inner = w_down_t.shape[1]
+            arithmetic = BackwardOfCopies(
+                *copies, dw_precision=rank.mode.wgrad, power_of_two=rank.mode.power_of_two
+            )
+            w_gate_up = x.new_empty(experts, 2 * inner, hidden)
+            w_down = x.new_empty(experts, hidden, inner)
+        assert w_down is not None
+        request = Request(experts, rank.max_tokens, topk_idx.shape[1], hidden, inner)
+        plain = PlainExecutor(request, arithmetic, TorchStager(experts), LocalControl(), LocalTransport())
         got = plain.backward(
             dy,
-            x,
-            topk_idx,
-            topk_weights.float(),
-            w_gate_up,
-            w_down,
-            None if clamp == float("inf") else clamp,
-            needs,  # type: ignore[arg-type]
-            torch.float32 if accumulate else next((t.dtype for t in results[2:] if t.dim() > 1), x.dtype),
+            LayerInputs(x, topk_idx, topk_weights.float(), w_gate_up, w_down),
+            Activation(activation, clamp=clamp, alpha=alpha),
+            needs,
+            torch.float32 if accumulate else next(iter(wide), x.dtype),
         )
         for at, (result, value) in enumerate(zip(results, got, strict=True)):
-            if value is not None and needs[at]:
-                (result.add_ if accumulate and at >= 2 else result.copy_)(value)
-
-    def moe_backward_fp8(
-        self,
-        x: Tensor,
-        dy: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        w_gate_up: Tensor,
-        w_gate_up_t: Tensor,
-        gate_up_sf: Tensor,
-        w_down_t: Tensor,
-        down_sf: Tensor,
-        dx: Tensor,
-        dtopk: Tensor,
-        dw_gate_up: Tensor,
-        dw_down: Tensor,
-        summary: Tensor,
-        buffers: list[int],
-        workspace: int,
-        record: int,
-        max_tokens: int,
-        num_experts: int,
-        pool_rows: int,
-        canaries: bool,
-        quantize: bool,
-        quantize_gradients: bool,
-        rank: int,
-        num_sms: int,
-        arrival_ns: int,
-        progress_ns: int,
-        clamp: float,
-        power_of_two: bool,
-        accumulate: bool,
-        delay_seed: int,
-        trace: int,
-        trace_bytes: int,
-    ) -> None:
-        results = (dx, dtopk, dw_gate_up, dw_down)
-        needs = tuple(t.dim() > 1 for t in results)
-        copies = (w_gate_up, w_gate_up_t, gate_up_sf, w_down_t, down_sf)
-        for tensor in (x, dy, topk_idx, topk_weights, *copies, *results):
-            assert tensor.is_contiguous()
-        for codes in (w_gate_up, w_gate_up_t, w_down_t):
-            assert codes.dtype == torch.float8_e4m3fn
-        op = "backward into fp8" if accumulate else "backward fp8"
-        op += " gradients" if quantize_gradients else ""
-        self._launched(Launch(op, len(x), self._ordering, clamp, num_sms, delay_seed), record)
-        self.quantized_forwards.append(quantize)
-        self.rounded.append(power_of_two)
-        self.needs.append(needs)
-        summary.zero_()
-        if len(buffers) > 1:
-            return
-        hidden, inner = x.shape[1], w_down_t.shape[1]
-        request = Request(num_experts, max_tokens, topk_idx.shape[1], hidden, inner)
-        arithmetic = BackwardOfCopies(
-            *copies, dw_precision="fp8" if quantize_gradients else "bf16", power_of_two=power_of_two
-        )
-        plain = PlainExecutor(request, arithmetic, TorchStager(num_experts), LocalControl(), LocalTransport())
-        got = plain.backward(
-            dy,
-            x,
-            topk_idx,
-            topk_weights.float(),
-            x.new_empty(num_experts, 2 * inner, hidden),
-            x.new_empty(num_experts, hidden, inner),
-            None if clamp == float("inf") else clamp,
-            needs,  # type: ignore[arg-type]
-            torch.float32 if accumulate else next((t.dtype for t in results[2:] if t.dim() > 1), x.dtype),
-        )
-        for at, (result, value) in enumerate(zip(results, got, strict=True)):
-            if value is not None and needs[at]:
+            if result is not None and value is not None:
                 (result.add_ if accumulate and at >= 2 else result.copy_)(value)
 
     def _mark(self, x: Tensor) -> Tensor:
         return x.sum().to(torch.bfloat16)
 
-    def _launched(self, launch: Launch, record: int) -> None:
+    def _launched(self, launch: Launch, rank: Rank) -> None:
         self.launches.append(launch)
         if self._reports:
             words = self._reports.pop(0)
-            ctypes.memmove(record, (ctypes.c_int64 * len(words))(*words), 8 * len(words))
+            ctypes.memmove(rank.record, (ctypes.c_int64 * len(words))(*words), 8 * len(words))
 
     @contextlib.contextmanager
     def _in_order(self, device: torch.device, lane: int = 0) -> Iterator[None]:
@@ -382,9 +326,8 @@ class FakeKernels:
         self._ordering = False
 
 
-def saved_rows(saved_gate_up: Tensor, w_down: Tensor) -> int:
-    if saved_gate_up.dim() == 1:
-        assert saved_gate_up.numel() == 0
+def saved_rows(saved_gate_up: Tensor | None, w_down: Tensor) -> int:
+    if saved_gate_up is None:
         return 0
     assert saved_gate_up.dtype == torch.bfloat16
     assert saved_gate_up.is_contiguous()

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mega_moe._backends import quantize
-from mega_moe._backends.kernel_backward import Gradients
 from mega_moe._backends.quantize import gradient_product
 from mega_moe._backends.symmetric import Shape
+from mega_moe._base.layer import Gradients
+from mega_moe._base.mode import Mode
 
 # What is tested here lies beside the GPU tests that use it.
 from ..gpu import _backward_fp8, _forward, _tensor_core  # noqa: TID252
@@ -166,7 +167,7 @@ def test_a_fault_is_refused(
 @pytest.fixture(scope="module")
 def in_fp8(layer: _forward.Layer) -> Shape:
     """Of buffers whose weights' gradients are of e4m3 operands too."""
-    return replace(shape_of(layer), quantize_gradients=True)
+    return shape_of(layer, mode=Mode("fp8", "fp8", "fp8"))
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_dw_in_fp8_is_a_form_of_the_kernel() -> None:
     assert [(o.precision, o.dw_precision, o.dw_dtype) for o, _ in made] == [
         (precision, dw, torch.bfloat16) for precision in ("fp8", "fp8_bwd") for dw in ("fp8", "bf16")
     ]
-    assert [o.request().backward_op for o, _ in made[:2]] == ["backward_gradients", "backward"]
+    assert [o.request().mode(backward=True).wgrad for o, _ in made[:2]] == ["fp8", "bf16"]
 
 
 def test_what_is_kept_and_how_uneven_experts_are_reach_the_options() -> None:

@@ -10,8 +10,8 @@ import torch
 
 import mega_moe
 from mega_moe import MoEBuffer
-from mega_moe._backends.kernel_backward import KernelBackward
-from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.kernel_layer import KernelLayer
+from mega_moe._base.layer import LayerInputs
 from mega_moe.nn import MegaMoE
 from mega_moe.testing import Problem, random_problem, relative_l2
 
@@ -43,7 +43,7 @@ def test_fp8_reads_copies_in_both_directions(
         got = results(problem, buffer, clamp)
     assert ops(fake_both) == ["forward fp8", "backward fp8"]
     assert fake_both.quantized == OF_FORWARD + OF_BACKWARD
-    assert fake_both.quantized_forwards == [True]
+    assert fake_both.fp8_forwards == [True]
     with make_buffer(problem, "reference", "fp8") as buffer:
         want = results(problem, buffer, clamp)
     for name, a, b in zip(want._fields, got, want, strict=True):
@@ -56,7 +56,7 @@ def test_fp8_bwd_reads_them_in_the_backward_alone(problem: Problem, fake_both: F
         got = results(problem, buffer)
     assert ops(fake_both) == ["forward", "backward fp8"]
     assert fake_both.quantized == OF_BACKWARD
-    assert fake_both.quantized_forwards == [False]
+    assert fake_both.fp8_forwards == [False]
     with make_buffer(problem, "reference", "fp8_bwd") as buffer:
         want = results(problem, buffer)
     for name, a, b in zip(want._fields, got, want, strict=True):
@@ -69,7 +69,7 @@ def test_gradients_of_weights_in_fp8(problem: Problem, fake_both: FakeKernels, p
     with make_buffer(problem, "fused", **form) as buffer:
         assert (buffer.reason, buffer.dw_precision) == ("fused", "fp8")
         got = results(problem, buffer)
-    assert ops(fake_both)[-1] == "backward fp8 gradients"
+    assert ops(fake_both)[-1] == "backward fp8 wgrad"
     with make_buffer(problem, "reference", **form) as buffer:
         want = results(problem, buffer)
     with make_buffer(problem, "reference", precision) as buffer:
@@ -85,15 +85,15 @@ def test_weights_that_are_not_contiguous_are_read_by_their_copies_alone(
     with make_buffer(problem, "fused", "fp8_bwd") as buffer:
         want = results(problem, buffer)
     made: list[tuple[int, ...]] = []
-    backward = KernelBackward.backward
+    backward = KernelLayer.backward
 
-    def seen(self: KernelBackward, dy: torch.Tensor, *given: Any, **options: Any) -> Any:
-        made.extend(value.stride() for value in given[3:5])
-        got = backward(self, dy, *given, **options)
+    def seen(self: KernelLayer, dy: torch.Tensor, inputs: LayerInputs, *given: Any, **options: Any) -> Any:
+        made.extend(value.stride() for value in inputs[3:])
+        got = backward(self, dy, inputs, *given, **options)
         assert all(value.is_contiguous() for value in (got[0].dw_gate_up, got[0].dw_down))
         return got
 
-    monkeypatch.setattr(KernelBackward, "backward", seen)
+    monkeypatch.setattr(KernelLayer, "backward", seen)
     across = dataclasses.replace(
         problem, w_gate_up=problem.w_gate_up.mT.contiguous().mT, w_down=problem.w_down.mT.contiguous().mT
     )
@@ -135,39 +135,14 @@ def test_gate_and_up_are_not_kept_for_a_backward_in_fp8(problem: Problem, fake_b
     assert all(launch.saved_rows == 0 for launch in fake_both.launches)
 
 
-def test_the_kernel_takes_copies_or_what_was_saved(problem: Problem, fake_both: FakeKernels) -> None:
-    with make_buffer(problem, "fused", "fp8") as buffer:
-        kernels = buffer._executor._kernels  # type: ignore[attr-defined]
-        copies = buffer._executor.weight_copies  # type: ignore[attr-defined]
-        pair = tuple(copies.of(w, codes=True, transposed=True) for w in (problem.w_gate_up, problem.w_down))
-        with pytest.raises(TypeError, match="saved_gate_up: got a tensor, want None"):
-            KernelBackward(kernels).backward(
-                problem.dy, *problem.inputs, copies=pair, saved_gate_up=torch.zeros(128, 2 * INNER)
-            )
-    assert ops(fake_both) == []
-
-
-def test_memory_says_which_backward_it_was_made_for() -> None:
-    plain = Shape(16, 2, 8, 512, 1, intermediate=128)
-    forms = [
-        plain,
-        dataclasses.replace(plain, backward=True),
-        dataclasses.replace(plain, backward=True, quantize_backward=True),
-        dataclasses.replace(plain, backward=True, quantize_backward=True, quantize_gradients=True),
-    ]
-    assert [shape.backward_form for shape in forms] == [0, 1, 2, 3]
-    assert dataclasses.replace(plain, quantize_backward=True).backward_form == 0
-
-
 def test_a_buffer_without_a_backward_has_no_codes(problem: Problem, fake_both: FakeKernels) -> None:
     with make_buffer(problem, "fused", "fp8") as buffer:
         assert isinstance(buffer, MoEBuffer)
         shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
-        assert shape.quantize and shape.backward and shape.quantize_backward  # noqa: PT018
+        assert shape.mode == ("fp8", "fp8", "bf16", "fp32")
     with make_buffer(problem, "fused", "bf16") as buffer:
         shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
-        assert not shape.quantize
-        assert not shape.quantize_backward
+        assert shape.mode == ("bf16", "bf16", "bf16", "fp32")
 
 
 @pytest.mark.parametrize("dw_precision", ["bf16", "fp8"])

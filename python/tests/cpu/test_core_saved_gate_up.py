@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mega_moe
 from mega_moe import MoEBuffer
-from mega_moe._backends.kernel_backward import KernelBackward
-from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.kernel_layer import KernelLayer
 from mega_moe._backends.kernel_rank import KernelRank
 from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
@@ -105,8 +104,7 @@ def test_no_memory_for_a_call_is_told_to_the_other_ranks(
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    kernel = KernelForward if direction == "forward" else KernelBackward
-    monkeypatch.setattr(kernel, direction, full)
+    monkeypatch.setattr(KernelLayer, direction, full)
     steps: dict[str, Callable[[], object]] = {
         "forward": lambda: mega_moe.moe(*leaves.inputs, buffer=buffer),
         "backward": lambda: y.backward(leaves.dy),
@@ -285,8 +283,7 @@ def shape_of(request: Request) -> Shape:
         request.num_ranks,
         intermediate=request.intermediate,
         pool_rows=pool_rows(request),
-        home=True,
-        backward=True,
+        mode=request.mode(backward=True),
     )
 
 

@@ -81,7 +81,7 @@ def test_both_directions_are_the_layers(
         assert_same_bits(both(buffer, problem, activation_clamp=clamp), want)
     assert ops(fake_both) == ["forward fp8", "backward fp8"] * 2
     assert fake_both.quantized == []  # the caller's codes are read as they are
-    assert fake_both.quantized_forwards == [True, True]
+    assert fake_both.fp8_forwards == [True, True]
 
 
 @pytest.mark.parametrize("which", ["one fp32", "both fp32", "strided"])

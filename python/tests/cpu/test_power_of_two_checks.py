@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends import quantize
-from mega_moe._backends.kernel_backward import Gradients
 from mega_moe._backends.symmetric import Shape
+from mega_moe._base.layer import Gradients
+from mega_moe._base.mode import Mode
 
 # What is tested here lies beside the GPU tests that use it.
 from ..gpu import _backward_fp8, _emulated, _forward, _forward_fp8  # noqa: TID252
@@ -102,7 +102,7 @@ def test_a_backward_that_forgets_an_operand_is_refused(
 def test_gradients_of_weights_in_the_other_format_are_refused(
     layer: _forward.Layer, operand: str | None
 ) -> None:
-    shape = dataclasses.replace(shape_of(layer), quantize_gradients=True)
+    shape = shape_of(layer, mode=Mode("fp8", "fp8", "fp8", "power_of_two"))
     judge = _backward_fp8.Judge(layer, random_dy(layer), shape, power_of_two=True)
     if operand is None:
         judge.assert_right(gradients(layer, shape))

@@ -11,7 +11,6 @@ from torch import Tensor
 from mega_moe._ops import library
 
 E4M3 = torch.float8_e4m3fn
-NONE = torch.empty(0, dtype=E4M3)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "weight": torch.zeros(3, 256, 384, dtype=torch.bfloat16),
         "codes": codes(3, 256, 384),
-        "codes_transposed": codes(3, 384, 256),
+        "codes_t": codes(3, 384, 256),
         "scales": torch.zeros(3, 2, 3),
         "power_of_two": False,
     }
@@ -39,8 +38,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({}, "weight: device is cpu, must be cuda"),
-        ({"codes": NONE}, "weight: device is cpu, must be cuda"),
-        ({"codes_transposed": NONE}, "weight: device is cpu, must be cuda"),
+        ({"codes": None}, "weight: device is cpu, must be cuda"),
+        ({"codes_t": None}, "weight: device is cpu, must be cuda"),
         (
             {"weight": torch.zeros(256, 384, dtype=torch.bfloat16)},
             "weight: shape is [256, 384], must have 3 dimensions",
@@ -67,8 +66,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
             "codes: dtype is bfloat16, must be float8_e4m3fn",
         ),
         (
-            {"codes_transposed": codes(3, 256, 384)},
-            "codes_transposed: shape is [3, 256, 384], dimension 1 must be 384",
+            {"codes_t": codes(3, 256, 384)},
+            "codes_t: shape is [3, 256, 384], dimension 1 must be 384",
         ),
         ({"scales": torch.zeros(3, 3, 2)}, "scales: shape is [3, 3, 2], dimension 1 must be 2"),
         (

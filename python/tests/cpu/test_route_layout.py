@@ -16,7 +16,10 @@ from mega_moe._backends.symmetric import (
     workspace_layout,
     write_canaries,
 )
+from mega_moe._base.mode import Mode
 from mega_moe._ops import library
+
+LAYER = Mode("bf16")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,12 @@ def shape(**changes: Any) -> Shape:
 @pytest.mark.parametrize("canaries", [False, True])
 @pytest.mark.parametrize("intermediate", [0, 768])
 def test_parts_follow_one_another(num_ranks: int, canaries: bool, intermediate: int) -> None:
-    wanted = shape(num_ranks=num_ranks, canaries=canaries, intermediate=intermediate, home=intermediate > 0)
+    wanted = shape(
+        num_ranks=num_ranks,
+        canaries=canaries,
+        intermediate=intermediate,
+        mode=LAYER if intermediate else Mode(),
+    )
     for layout in (symmetric_layout(wanted), workspace_layout(wanted)):
         end = 0
         for start, size in layout.parts.values():
@@ -57,7 +65,10 @@ def test_nbytes_is_the_sum_of_both_layouts() -> None:
 
 @pytest.mark.usefixtures("ops")
 def test_pools_are_there_when_asked_for() -> None:
-    without, pooled = workspace_layout(shape()).parts, workspace_layout(shape(intermediate=768)).parts
+    without, pooled = (
+        workspace_layout(shape()).parts,
+        workspace_layout(shape(intermediate=768, mode=LAYER)).parts,
+    )
     for name, width in (("x_pool", 2048), ("h_pool", 768), ("o_pool", 2048)):
         assert without[name][1] == 0
         assert pooled[name][1] >= 16384 * 8 * 8 * width * 2, "pool_rows 0: a chunk holds whatever comes"
@@ -68,7 +79,7 @@ def test_pools_are_there_when_asked_for() -> None:
 @pytest.mark.usefixtures("ops")
 def test_home_slots_are_there_when_asked_for() -> None:
     without = symmetric_layout(shape()).parts["home"]
-    with_home = symmetric_layout(shape(home=True)).parts["home"]
+    with_home = symmetric_layout(shape(intermediate=768, mode=LAYER)).parts["home"]
     assert without[1] == 0
     assert with_home[1] == 16384 * 8 * 2048 * 2
 
@@ -86,40 +97,28 @@ def test_bad_extents_are_named(ops: Any) -> None:
         (dict(pool_rows=128), "pool_rows is 128, must be"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.workspace_layout(*shape(**changes).arguments())
+            ops.workspace_layout(shape(**changes).words())
 
 
 def call(ops: Any, **changes: Any) -> None:
-    known: dict[str, Any] = dict(
+    tensors: dict[str, Any] = dict(
         topk_idx=torch.zeros(4, 2, dtype=torch.int64),
         topk_weights=torch.zeros(4, 2),
         summary=torch.zeros(2 + 1 + 3 * 8 + 2, dtype=torch.int32),
-        buffers=[256],
-        workspace=256,
-        record=256,
-        max_tokens=4,
-        num_experts=8,
-        hidden=64,
-        intermediate=0,
-        pool_rows=0,
-        quantize=False,
-        home=False,
-        canaries=False,
-        backward=False,
-        rank=0,
-        num_sms=0,
-        arrival_ns=1,
-        progress_ns=1,
         refused_tokens=0,
-        weighted=True,
     )
-    ops.route(*(known | changes).values())
+    words = dict(rank=0, num_sms=0, arrival_ns=1, progress_ns=1, workspace=256, record=256, buffer=256)
+    words |= {name: changes.pop(name) for name in list(changes) if name in words}
+    ops.route(**tensors | {"rank": [*Shape(4, 2, 8, 64, 1).words(), *words.values()]} | changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({}, "topk_idx: device is cpu, must be cuda"),
+        (dict(topk_weights=None), "topk_idx: device is cpu, must be cuda"),
+        (dict(refused_tokens=7), "topk_idx: device is cpu, must be cuda"),
+        (dict(refused_tokens=-1), "refused_tokens is -1"),
         (
             dict(topk_idx=torch.zeros(5, 2, dtype=torch.int64), topk_weights=torch.zeros(5, 2)),
             "number of tokens is 5",
@@ -127,12 +126,8 @@ def call(ops: Any, **changes: Any) -> None:
         (dict(topk_idx=torch.zeros(4, 2)), "topk_idx: dtype is float32, must be int32 or int64"),
         (dict(topk_weights=torch.zeros(3, 2)), "topk_weights: shape is"),
         (dict(summary=torch.zeros(3, dtype=torch.int32)), "summary: shape is"),
-        (dict(buffers=[0]), r"buffers\[0\] is a null address: this rank cannot reach rank 0"),
-        (dict(buffers=[260]), r"buffers\[0\]: address is 4 past a multiple of 256"),
-        (dict(workspace=0), "workspace is a null address"),
-        (dict(record=0), "record is a null address"),
+        (dict(buffer=0), r"buffers\[0\] is a null address: this rank cannot reach rank 0"),
         (dict(rank=1), "rank is 1, must be 0 to 0"),
-        (dict(arrival_ns=0), "arrival_ns is 0"),
         (dict(topk_idx=torch.zeros(2, 4, dtype=torch.int64).t()), "topk_idx: strides are"),
     ],
 )

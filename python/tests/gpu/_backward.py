@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_backward import Gradients
+from mega_moe._base.layer import Gradients
 
 from ._forward import MANY, Layer
 

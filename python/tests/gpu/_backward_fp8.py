@@ -16,10 +16,10 @@ from torch import Tensor
 
 from mega_moe._backends.arithmetic import Experts, Wanted
 from mega_moe._backends.facts import variants
-from mega_moe._backends.kernel_backward import Gradients
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.symmetric import Shape
 from mega_moe._backends.tables import plain_tables
+from mega_moe._base.layer import Gradients
 
 from ._backward import ExactGradients, exact_gradients
 from ._emulated import combined
@@ -76,7 +76,7 @@ def emulated_gradients(
     layer: Layer, dy: Sequence[Tensor], shape: Shape | None = None, power_of_two: bool = False
 ) -> EmulatedGradients:
     """``shape``: of the buffers, which says of what and in which chunks weights' gradients are made; None: of bf16."""
-    in_fp8 = shape is not None and shape.quantize_gradients
+    in_fp8 = shape is not None and shape.mode.wgrad == "fp8"
     one = layer.as_one_rank()
     x, ids, weights, all_dy = one.x[0], one.ids[0], one.weights[0], torch.cat(list(dy))
     token, slot = (ids >= 0).nonzero().unbind(1)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_backward import Gradients, KernelBackward
+from mega_moe._backends.kernel_layer import Copies
 from mega_moe._backends.symmetric import Shape
-from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
+from mega_moe._backends.weight_copies import WeightCopies
+from mega_moe._base.activation import Activation
+from mega_moe._base.layer import Gradients, Needs
+from mega_moe._base.mode import Mode
 
 from ._forward import Layer
-from ._forward_ranks import ForwardRanks, shape_of
+from ._forward_ranks import ForwardRanks, inputs_of, shape_of
 
 # What tests call a precision -> `precision` and `dw_precision` of a buffer, where the name is not the former alone.
 WITH_DW = {"fp8_dw": ("fp8", "fp8"), "fp8_bwd_dw": ("fp8_bwd", "fp8")}
@@ -25,8 +27,7 @@ class BackwardRanks(ForwardRanks):
 
     def __init__(self, device: torch.device, shape: Shape, **options: Any) -> None:
         super().__init__(device, shape, **options)
-        self.backwards = [KernelBackward(kernels, self.power_of_two) for kernels in self.kernels]
-        self._pairs: dict[tuple[int, int], tuple[WeightCopy, WeightCopy]] = {}
+        self._pairs: dict[tuple[int, int], Copies] = {}
 
     def start_backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
         """One call of every rank, from the last to the first, each on its stream; waits for nothing.
@@ -46,25 +47,24 @@ class BackwardRanks(ForwardRanks):
 
     def start_backward_of(self, rank: int, layer: Layer, dy: Sequence[Tensor], **options: Any) -> Gradients:
         """One rank's launch on the current stream, or on the one that captures."""
-        gradients, _ = self.backwards[rank].backward(
+        needs = Needs(*options.pop("needs", ()))
+        gradients, _ = self.layers[rank].backward(
             dy[rank],
-            layer.x[rank],
-            layer.ids[rank],
-            layer.weights[rank],
-            *layer.experts(rank),
-            layer.clamp,
+            inputs_of(layer, rank),
+            Activation(clamp=layer.clamp),
+            needs=needs,
             copies=self.copies(rank, layer),
             **options,
         )
         return gradients
 
-    def copies(self, rank: int, layer: Layer) -> tuple[WeightCopy, WeightCopy] | None:
+    def copies(self, rank: int, layer: Layer) -> Copies | None:
         """Of one rank's weights as the backward in fp8 reads them, made once; None in bf16."""
-        if not self.shape.quantize_backward:
+        if self.shape.mode.backward != "fp8":
             return None
         key = (rank, layer.gate_up.data_ptr())
         if key not in self._pairs:
-            made = WeightCopies(backward=True, power_of_two=self.power_of_two)
+            made = WeightCopies(backward=True, power_of_two=self.shape.mode.power_of_two)
             gate_up, down = (made.of(w, codes=True, transposed=True) for w in layer.experts(rank))
             self._pairs[key] = (gate_up, down)
         return self._pairs[key]
@@ -83,12 +83,9 @@ class BackwardRanks(ForwardRanks):
         results: dict[int, Tensor] = {}
         for rank in reversed(range(layer.num_ranks)):
             with self.on(rank):
-                results[rank], _ = self.forwards[rank].forward(
-                    layer.x[rank],
-                    layer.ids[rank],
-                    layer.weights[rank],
-                    *layer.experts(rank),
-                    layer.clamp,
+                results[rank], _ = self.layers[rank].forward(
+                    inputs_of(layer, rank),
+                    Activation(clamp=layer.clamp),
                     saved_gate_up=saved[rank],
                     delay_seed=delay_seed,
                 )
@@ -107,6 +104,13 @@ class BackwardRanks(ForwardRanks):
         self.synchronize()
 
 
+def mode_of(precision: str, power_of_two: bool = False) -> Mode:
+    """Of both directions in what tests call a precision."""
+    named, wgrad = WITH_DW.get(precision, (precision, "bf16"))
+    forward, backward = ("bf16", "fp8") if named == "fp8_bwd" else (named, named)
+    return Mode(forward, backward, wgrad, "power_of_two" if power_of_two else "fp32")
+
+
 def new_backward_ranks(
     device: torch.device,
     layer: Layer,
@@ -120,18 +124,12 @@ def new_backward_ranks(
     power_of_two: bool = False,
 ) -> BackwardRanks:
     """Ranks on a buffer that just holds ``layer`` in both directions. ``progress``: ``limit`` too."""
-    forward, gradients = WITH_DW.get(precision, (precision, "bf16"))
-    shape = dataclasses.replace(
-        shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantize=forward == "fp8"),
-        backward=True,
-        quantize_backward=forward != "bf16",
-        quantize_gradients=gradients == "fp8",
-    )
+    mode = mode_of(precision, power_of_two)
+    shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, mode=mode)
     return BackwardRanks(
         device,
         shape,
         num_sms=num_sms,
         arrival=limit,
         progress=limit if progress is None else progress,
-        power_of_two=power_of_two,
     )

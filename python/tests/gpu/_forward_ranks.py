@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_forward import KernelForward
+from mega_moe._backends.kernel_layer import Copies, KernelLayer
 from mega_moe._backends.summary import Routing
 from mega_moe._backends.symmetric import Shape
-from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
+from mega_moe._backends.weight_copies import WeightCopies
+from mega_moe._base.activation import Activation
+from mega_moe._base.layer import LayerInputs
+from mega_moe._base.mode import Mode
 
 from ._forward import Layer
 from ._virtual import NAN, VirtualRanks
 
+FORWARD = Mode("bf16")
+
 
 def shape_of(
-    layer: Layer, *, max_tokens: int | None = None, pool_rows: int = 0, quantize: bool = False
+    layer: Layer, *, max_tokens: int | None = None, pool_rows: int = 0, mode: Mode = FORWARD
 ) -> Shape:
-    """The smallest buffer that holds ``layer``, with canaries. ``pool_rows`` 0: every call is one chunk.
-
-    ``quantize``: for the forward in fp8.
-    """
+    """The smallest buffer that holds ``layer``, with canaries. ``pool_rows`` 0: every call is one chunk."""
     return Shape(
         max_tokens=max(*(len(own) for own in layer.x), 1) if max_tokens is None else max_tokens,
         top_k=layer.ids[0].shape[1],
@@ -32,10 +33,13 @@ def shape_of(
         intermediate=layer.down.shape[2],
         num_ranks=layer.num_ranks,
         pool_rows=pool_rows,
-        quantize=quantize,
-        home=True,
+        mode=mode,
         canaries=True,
     )
+
+
+def inputs_of(layer: Layer, rank: int) -> LayerInputs:
+    return LayerInputs(layer.x[rank], layer.ids[rank], layer.weights[rank], *layer.experts(rank))
 
 
 def smallest_pool(shape: Shape) -> int:
@@ -70,7 +74,6 @@ class ForwardRanks(VirtualRanks):
         progress: float = 5.0,
         poison: int = NAN,
         first_lane: int = 0,
-        power_of_two: bool = False,
     ) -> None:
         super().__init__(
             device,
@@ -81,9 +84,8 @@ class ForwardRanks(VirtualRanks):
             poison=poison,
             first_lane=first_lane,
         )
-        self.power_of_two = power_of_two
-        self.forwards = [KernelForward(kernels, power_of_two) for kernels in self.kernels]
-        self._copies: dict[tuple[int, int], list[WeightCopy]] = {}
+        self.layers = [KernelLayer(kernels) for kernels in self.kernels]
+        self._copies: dict[tuple[int, int], Copies] = {}
 
     def on(self, rank: int) -> contextlib.AbstractContextManager[None]:
         """The stream of one rank as the current one."""
@@ -98,26 +100,23 @@ class ForwardRanks(VirtualRanks):
         self, rank: int, layer: Layer, *, delay_seed: int = 0, trace: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         """One rank's launch on its stream, or on the one that captures."""
-        gate_up, down = self.weights(rank, layer)
-        return self.forwards[rank].forward(
-            layer.x[rank],
-            layer.ids[rank],
-            layer.weights[rank],
-            gate_up,
-            down,
-            layer.clamp,
+        return self.layers[rank].forward(
+            inputs_of(layer, rank),
+            Activation(clamp=layer.clamp),
+            copies=self.forward_copies(rank, layer),
             delay_seed=delay_seed,
             trace=trace,
         )
 
-    def weights(self, rank: int, layer: Layer) -> Sequence[Tensor] | Sequence[WeightCopy]:
-        """Of one rank as the kernel reads them: e4m3 copies, made once, where the ranks compute in fp8."""
-        if not self.shape.quantize:
-            return layer.experts(rank)
+    def forward_copies(self, rank: int, layer: Layer) -> Copies | None:
+        """Of one rank's weights as the forward in fp8 reads them, made once; None in bf16."""
+        if self.shape.mode.forward != "fp8":
+            return None
         key = (rank, layer.gate_up.data_ptr())
         if key not in self._copies:
-            copies = WeightCopies(backward=False, power_of_two=self.power_of_two)
-            self._copies[key] = [copies.of(w, codes=True, transposed=False) for w in layer.experts(rank)]
+            made = WeightCopies(backward=False, power_of_two=self.shape.mode.power_of_two)
+            gate_up, down = (made.of(w, codes=True, transposed=False) for w in layer.experts(rank))
+            self._copies[key] = (gate_up, down)
         return self._copies[key]
 
     def start_all(self, layer: Layer, *, delay_seed: int = 0) -> list[Tensor]:
@@ -138,7 +137,7 @@ class ForwardRanks(VirtualRanks):
     def have_room(self, layer: Layer) -> None:
         """Allocate what the launches will: between them an allocation could wait for a launch that waits."""
         for rank in range(layer.num_ranks):
-            self.weights(rank, layer)
+            self.forward_copies(rank, layer)
             with self.on(rank):
                 # The allocator keeps blocks of up to 1 MiB apart from larger ones.
                 spare = [torch.empty_like(layer.x[rank]) for _ in range(3)]
@@ -167,11 +166,10 @@ def new_ranks(
     pool_rows: int = 0,
     num_sms: int | None = None,
     limit: float = 5.0,
-    quantize: bool = False,
+    precision: str = "bf16",
     power_of_two: bool = False,
 ) -> ForwardRanks:
     """Ranks on a buffer that just holds ``layer``; ``limit``: seconds that a rank waits for another, or within."""
-    shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, quantize=quantize)
-    return ForwardRanks(
-        device, shape, num_sms=num_sms, arrival=limit, progress=limit, power_of_two=power_of_two
-    )
+    mode = Mode(precision, scale_format="power_of_two" if power_of_two else "fp32")
+    shape = shape_of(layer, max_tokens=max_tokens, pool_rows=pool_rows, mode=mode)
+    return ForwardRanks(device, shape, num_sms=num_sms, arrival=limit, progress=limit)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from mega_moe._backends.kernel_backward import Gradients
 from mega_moe._backends.symmetric import Shape
+from mega_moe._base.layer import Gradients
 
 from . import _backward, _backward_fp8, _forward, _forward_fp8
 from ._forward import Layer
@@ -37,7 +37,7 @@ def assert_gradients_right(
     layer: Layer, dy: Sequence[Tensor], gradients: Sequence[Gradients], shape: Shape
 ) -> None:
     """The gradients of all ranks on buffers of that shape."""
-    if shape.quantize_backward:
+    if shape.mode.backward == "fp8":
         _backward_fp8.Judge(layer, dy, shape).assert_right(gradients)
     else:
         _backward.assert_right(layer, dy, gradients)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_backward import Gradients
+from mega_moe._base.layer import Gradients
 
 from ._backward import exact_gradients
 from ._forward import Layer

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_backward import Gradients
 from mega_moe._backends.symmetric import Shape
+from mega_moe._base.layer import Gradients
 
 from ._backward import assert_right, exact_gradients, random_dy
 from ._backward_fp8 import Judge
@@ -45,7 +45,7 @@ def on_cpu(gradients: Sequence[Gradients]) -> list[Gradients]:
 
 def judge_of(layer: Layer, dy: Sequence[Tensor], shape: Shape) -> Callable[[Sequence[Gradients]], None]:
     """What raises AssertionError for gradients that are wrong, of buffers of that shape."""
-    if shape.quantize_backward:
+    if shape.mode.backward == "fp8":
         return Judge(layer, dy, shape).assert_right
     want = exact_gradients(layer, dy)
     return lambda got: assert_right(layer, dy, got, want)

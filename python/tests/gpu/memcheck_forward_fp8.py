@@ -49,7 +49,7 @@ def main(num_ranks: int, device: torch.device) -> None:
         layers[1] = replace(layers[1], clamp=0.5)
         judges = [Judge(layer) for layer in layers]
         for pool in (0, smallest_pool(shape_of(layers[0]))):
-            ranks = new_ranks(device, layers[0], pool_rows=pool, num_sms=SMS, limit=120.0, quantize=True)
+            ranks = new_ranks(device, layers[0], pool_rows=pool, num_sms=SMS, limit=120.0, precision="fp8")
             for seed, (layer, judge) in enumerate(zip(layers, judges)):
                 print(f"{case}, {KINDS[seed]}, pool of {pool} rows", flush=True)
                 there = on_device(layer, device)

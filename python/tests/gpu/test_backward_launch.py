@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_backward import Gradients
+from mega_moe._base.layer import Gradients
 
 from ._backward import assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_backward import Gradients
+from mega_moe._base.layer import Gradients
 
 from ._backward import ExactGradients, assert_right, exact_gradients, random_dy
 from ._backward_ranks import new_backward_ranks

@@ -12,8 +12,8 @@ import mega_moe
 from mega_moe import MoEBuffer
 from mega_moe import deep_gemm as face
 from mega_moe._backends.given_codes import Codes, GivenCodes
-from mega_moe._backends.kernel_backward import Gradients
 from mega_moe._backends.quantize import quantize_rows
+from mega_moe._base.layer import Gradients
 from mega_moe.testing import Problem, random_problem
 
 from . import _backward_fp8, _forward_fp8

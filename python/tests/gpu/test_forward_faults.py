@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mega_moe import MegaMoEError, PeerError, RankTimeoutError
 from mega_moe._backends.weight_copies import WeightCopy
+from mega_moe._base.mode import Mode
 
 from ._forward import Layer, assert_same_bits, random_experts, random_layer
 from ._forward_ranks import ForwardRanks, shape_of
@@ -29,7 +30,7 @@ def layer_of(device: torch.device, num_ranks: int) -> Layer:
 def ranks_of(
     device: torch.device, layer: Layer, precision: str, arrival: float = 20.0, progress: float = 20.0
 ) -> ForwardRanks:
-    shape = shape_of(layer, quantize=precision == "fp8")
+    shape = shape_of(layer, mode=Mode(precision))
     ranks = ForwardRanks(device, shape, arrival=arrival, progress=progress)
     ranks.have_room(layer)
     return ranks

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mega_moe._backends.pools import pool_rows
 from mega_moe._backends.request import Request
+from mega_moe._base.mode import Mode
 
 from ._emulated import emulated
 from ._forward import Layer, random_experts, random_layer, same_bits
@@ -48,7 +49,7 @@ CASES = {
 
 
 def ranks_of(device: torch.device, layer: Layer, **settings: Any) -> ForwardRanks:
-    return new_ranks(device, layer, quantize=True, **settings)
+    return new_ranks(device, layer, precision="fp8", **settings)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -93,7 +94,7 @@ def test_any_routing(cuda_device: torch.device, num_ranks: int, chunks: str) -> 
         for own, weights in zip(layer.ids, layer.weights):
             weights[own < 0] = torch.nan
         if ranks is None:
-            shape = shape_of(layer, max_tokens=700, quantize=True)
+            shape = shape_of(layer, max_tokens=700, mode=Mode("fp8"))
             pool = pool_of(chunks, shape)
             ranks = ranks_of(cuda_device, layer, max_tokens=700, pool_rows=pool)
         y = ranks.forward(layer)
@@ -247,7 +248,7 @@ def test_bits_do_not_depend_on_time_sms_or_chunks(
     ids = random_ids("masked", [700 - 50 * rank for rank in range(num_ranks)], 4, 16, cuda_device)
     layer = random_layer(ids, random_experts(cuda_device, 16, 512, 384), weights="signed")
     want = ranks_of(cuda_device, layer).forward(layer)
-    shape = shape_of(layer, quantize=True)
+    shape = shape_of(layer, mode=Mode("fp8"))
     ranks = ranks_of(cuda_device, layer, pool_rows=pool_of(chunks, shape))
     for num_sms, seed in ((0, 0), (0, 1), (2, 0), (6, 2), (14, 3)):
         if num_sms:

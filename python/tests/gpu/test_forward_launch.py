@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mega_moe._base.mode import Mode
+
 from ._forward import Layer, assert_same_bits, random_experts, random_layer
 from ._forward_ranks import ForwardRanks, new_ranks, pool_of, shape_of, smallest_pool
 from ._precision import PRECISIONS, assert_y_right, hidden_of
@@ -65,7 +67,7 @@ def test_thousand_replays(cuda_device: torch.device, precision: str, tokens: lis
     """Captured once, with a T for each rank; new x, ids and weights for every replay, without a wait in between."""
     layers = layers_of(cuda_device, tokens)
     pool = pool_of(chunks, shape_of(layers[0]))
-    ranks = new_ranks(cuda_device, layers[0], pool_rows=pool, quantize=precision == "fp8")
+    ranks = new_ranks(cuda_device, layers[0], pool_rows=pool, precision=precision)
     want = [ranks.forward(layer) for layer in layers]
     assert_y_right(layers[0], want[0], precision)
     captured = Captured(ranks, layers[0])
@@ -105,7 +107,7 @@ def test_graphs_between_eager_calls(cuda_device: torch.device, precision: str, n
         [129 + rank for rank in range(num_ranks)],
     ]
     layers = [layers_of(cuda_device, tokens, ("random",))[0] for tokens in sizes]
-    ranks = new_ranks(cuda_device, layers[0], quantize=precision == "fp8")
+    ranks = new_ranks(cuda_device, layers[0], precision=precision)
     want = [ranks.forward(layer) for layer in layers]
     for layer, y in zip(layers, want):
         assert_y_right(layer, y, precision)
@@ -128,7 +130,7 @@ def test_graphs_between_eager_calls(cuda_device: torch.device, precision: str, n
 def test_launches_of_two_streams_are_chained(cuda_device: torch.device, precision: str) -> None:
     """One buffer, two streams, no event between them: the library orders the launches, in the order of the host."""
     layers = layers_of(cuda_device, [900], ("random", "one rank"))
-    ranks = new_ranks(cuda_device, layers[0], quantize=precision == "fp8")
+    ranks = new_ranks(cuda_device, layers[0], precision=precision)
     want = [ranks.forward(layer)[0] for layer in layers]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     results = []
@@ -147,7 +149,7 @@ def test_launches_of_two_streams_are_chained(cuda_device: torch.device, precisio
 @PRECISIONS
 def test_nothing_waits_for_the_device(cuda_device: torch.device, precision: str) -> None:
     (layer,) = layers_of(cuda_device, [500], ("random",))
-    ranks = new_ranks(cuda_device, layer, quantize=precision == "fp8")
+    ranks = new_ranks(cuda_device, layer, precision=precision)
     want = ranks.forward(layer)
     with synchronising_is_an_error():
         y = ranks.start_all(layer)
@@ -159,7 +161,7 @@ def test_nothing_waits_for_the_device(cuda_device: torch.device, precision: str)
 def test_occupied_sms_only_delay(cuda_device: torch.device, precision: str) -> None:
     """Another stream keeps one SM for half a second, and then all of them with products in a row."""
     (layer,) = layers_of(cuda_device, [2000], ("random",))
-    ranks = new_ranks(cuda_device, layer, quantize=precision == "fp8")
+    ranks = new_ranks(cuda_device, layer, precision=precision)
     want = ranks.forward(layer)
     side = torch.cuda.Stream()
     square = torch.randn(4096, 4096, device=cuda_device, dtype=torch.bfloat16)
@@ -189,9 +191,9 @@ def test_collective_of_others_in_another_order(cuda_device: torch.device, precis
     """Kernels on other streams that wait for one another, as an all-reduce does: one rank starts its own first, the
     other the layer. With SMs left for them all end."""
     layers = layers_of(cuda_device, [400, 300], ("random", "one rank"))
-    ranks = ForwardRanks(cuda_device, shape_of(layers[0], quantize=precision == "fp8"), num_sms=48)
+    ranks = ForwardRanks(cuda_device, shape_of(layers[0], mode=Mode(precision)), num_sms=48)
     want = [ranks.forward(layer) for layer in layers]
-    shape = replace(ranks.shape, hidden=256, intermediate=0, quantize=False, home=False)
+    shape = replace(ranks.shape, hidden=256, intermediate=0, mode=Mode())
     others = VirtualRanks(cuda_device, shape, num_sms=4, arrival=5.0, progress=5.0, first_lane=8)
     others.launch(layers[0].ids)
     for step in range(50):
@@ -218,9 +220,7 @@ def test_collective_of_others_in_another_order(cuda_device: torch.device, precis
 def test_late_rank_is_waited_for(cuda_device: torch.device, precision: str) -> None:
     """Later than the progress limit, earlier than the arrival limit: the result is right."""
     (layer,) = layers_of(cuda_device, [300, 200], ("random",))
-    ranks = ForwardRanks(
-        cuda_device, shape_of(layer, quantize=precision == "fp8"), arrival=20.0, progress=0.3
-    )
+    ranks = ForwardRanks(cuda_device, shape_of(layer, mode=Mode(precision)), arrival=20.0, progress=0.3)
     want = ranks.forward(layer)
     assert_y_right(layer, want, precision)
     for late in (0, 1):
@@ -241,7 +241,7 @@ def test_routing_and_forward_alternate(cuda_device: torch.device, precision: str
     tokens = [500 - 60 * rank for rank in range(num_ranks)]
     layers = layers_of(cuda_device, tokens)
     least = smallest_pool(shape_of(layers[0]))
-    ranks = new_ranks(cuda_device, layers[0], pool_rows=least, quantize=precision == "fp8")
+    ranks = new_ranks(cuda_device, layers[0], pool_rows=least, precision=precision)
     want = [ranks.forward(layer) for layer in layers]
     for step in range(30):
         at = step % len(layers)
@@ -265,7 +265,7 @@ def test_two_buffers_alternate(cuda_device: torch.device, precision: str, num_ra
             random_experts(cuda_device, 8, hidden_of(precision, 768), 128),
         ),
     ]
-    buffers = [new_ranks(cuda_device, layer, quantize=precision == "fp8") for layer in layers]
+    buffers = [new_ranks(cuda_device, layer, precision=precision) for layer in layers]
     want = [ranks.forward(layer) for ranks, layer in zip(buffers, layers)]
     for layer, y in zip(layers, want):
         assert_y_right(layer, y, precision)
@@ -284,15 +284,13 @@ def test_two_buffers_alternate(cuda_device: torch.device, precision: str, num_ra
 def test_tracing_changes_no_bit(cuda_device: torch.device, precision: str, num_ranks: int) -> None:
     """Its events are of known kinds, in order, and one of each CTA is the routing."""
     (layer,) = layers_of(cuda_device, [600] * num_ranks, ("random",))
-    ranks = new_ranks(cuda_device, layer, quantize=precision == "fp8")
+    ranks = new_ranks(cuda_device, layer, precision=precision)
     want = ranks.forward(layer)
     ctas = torch.cuda.get_device_properties(cuda_device).multi_processor_count // num_ranks // 2 * 2
     # Loads the tracing kernel, which could wait for a launch that waits.
     alone = random_layer([layer.ids[0][:0]], (layer.gate_up, layer.down))
     nothing = torch.zeros(2, 5, 8, 3, dtype=torch.int64, device=cuda_device)
-    ForwardRanks(cuda_device, shape_of(alone, quantize=precision == "fp8"), num_sms=2).start(
-        0, alone, trace=nothing
-    )
+    ForwardRanks(cuda_device, shape_of(alone, mode=Mode(precision)), num_sms=2).start(0, alone, trace=nothing)
     for events in (512, 3):  # the second has no room for all of them
         traces = [torch.zeros(ctas, 5, events, 3, dtype=torch.int64, device=cuda_device) for _ in layer.x]
         torch.cuda.synchronize()

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import mega_moe
-from mega_moe._backends.kernel_backward import Gradients
+from mega_moe._backends.activation import activate, rounded_sigmoid
 from mega_moe._backends.quantize import quantize_rows, quantize_weight, scaled_product
-from mega_moe._backends.swiglu import activate, rounded_sigmoid
 from mega_moe._backends.symmetric import workspace_layout
+from mega_moe._base.layer import Gradients
+from mega_moe._base.mode import Mode
 from mega_moe.testing import random_problem
 
 from . import _backward_fp8, _forward_fp8
@@ -46,8 +47,8 @@ def layer_of(device: torch.device, num_ranks: int) -> Layer:
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_forward(cuda_device: torch.device, num_ranks: int, chunks: str) -> None:
     layer = layer_of(cuda_device, num_ranks)
-    pool = pool_of(chunks, shape_of(layer, quantize=True))
-    ranks = new_ranks(cuda_device, layer, pool_rows=pool, quantize=True, power_of_two=True)
+    pool = pool_of(chunks, shape_of(layer, mode=Mode("fp8")))
+    ranks = new_ranks(cuda_device, layer, pool_rows=pool, precision="fp8", power_of_two=True)
     y = ranks.forward(layer)
     _forward_fp8.Judge(layer, power_of_two=True).assert_right(y)
     with pytest.raises(AssertionError, match="rank 0"):
@@ -82,7 +83,7 @@ def one_expert(device: torch.device) -> Layer:
 def test_what_the_forward_quantizes(cuda_device: torch.device, power_of_two: bool) -> None:
     """x bit for bit; scales of h as the emulation's, but for the last bits of a sigmoid."""
     layer = one_expert(cuda_device)
-    ranks = new_ranks(cuda_device, layer, quantize=True, power_of_two=power_of_two)
+    ranks = new_ranks(cuda_device, layer, precision="fp8", power_of_two=power_of_two)
     ranks.forward(layer)
     (kernels,) = ranks.kernels
     x = quantize_rows(layer.x[0], power_of_two)
@@ -121,7 +122,7 @@ def test_what_the_backward_quantizes(cuda_device: torch.device, precision: str, 
             f"scales of {name}"
         )
     parts = [(scales_of(kernels, "dz_sf_pool", 6), 200 * 6)]
-    if ranks.shape.quantize_gradients:
+    if ranks.shape.mode.wgrad == "fp8":
         # Of two blocks of rows: of each column of dz and dy, of 128 of x and h.
         of_gradients = workspace_layout(ranks.shape).view(kernels.memory[1], "dw_sf_pool", torch.float32)
         parts.append((of_gradients, 2 * (2 * 384 + 512 + 4 + 3)))

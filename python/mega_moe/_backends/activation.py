@@ -1,4 +1,4 @@
-"""SwiGLU with the routing weight, forward and backward, elementwise in fp32 (fp64 for fp64 inputs)."""
+"""The activation with the routing weight, forward and backward, elementwise in fp32 (fp64 for fp64 inputs)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from mega_moe._base.activation import Activation
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -23,8 +25,11 @@ def rounded_sigmoid(gate: Tensor) -> Tensor:
     return torch.sigmoid(gate.double()).to(gate.dtype)
 
 
-def activate(z: Tensor, clamp: float | None, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid) -> Tensor:
-    """``z [M, 2I] = [gate | up]`` -> ``a [M, I] = silu(g) * u``, wide; with clamp c: g = min(g, c), u in [-c, c]."""
+def activate(
+    z: Tensor, activation: Activation, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+) -> Tensor:
+    """``z [M, 2I] = [gate | up]`` -> ``a [M, I]``, wide: `Activation` says what of."""
+    clamp = activation.clamp
     gate, up = z.chunk(2, dim=-1)
     gate = gate.to(wide(z.dtype))
     if clamp is not None:
@@ -33,7 +38,7 @@ def activate(z: Tensor, clamp: float | None, sigmoid: Callable[[Tensor], Tensor]
     return gate * sigmoid(gate) * up
 
 
-class SwigluGrads(NamedTuple):
+class ActivationGrads(NamedTuple):
     """Wide results of the backward: ``h [M, I]`` before rounding, ``dz [M, 2I]`` before rounding, ``dw [M]``."""
 
     h: Tensor
@@ -45,11 +50,11 @@ def activate_backward(
     z: Tensor,
     weight: Tensor,
     dh: Tensor,
-    clamp: float | None,
+    activation: Activation,
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
-) -> SwigluGrads:
+) -> ActivationGrads:
     """From ``z [M, 2I]``, routing weights ``[M]`` and ``dh [M, I]`` (gradient of h = a * w)."""
-    dtype = wide(z.dtype)
+    dtype, clamp = wide(z.dtype), activation.clamp
     gate_in, up_in = z.chunk(2, dim=-1)
     gate_in = gate_in.to(dtype)
     gate, up = gate_in, up_in
@@ -66,4 +71,4 @@ def activate_backward(
     if clamp is not None:
         dgate = torch.where(gate_in <= clamp, dgate, 0)
         dup = torch.where(up_in.abs() <= clamp, dup, 0)
-    return SwigluGrads(a * column, torch.cat((dgate, dup), dim=-1), (dh * a).sum(-1))
+    return ActivationGrads(a * column, torch.cat((dgate, dup), dim=-1), (dh * a).sum(-1))

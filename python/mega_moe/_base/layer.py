@@ -1,0 +1,35 @@
+"""The tensors of one call of the layer, under the names that they keep from `mega_moe.moe` to the kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LayerInputs(NamedTuple):
+    """T tokens of this rank, K slots each, and its E_local experts."""
+
+    x: Tensor  # [T, H]
+    topk_idx: Tensor  # [T, K] int32 or int64, -1 masks a slot
+    topk_weights: Tensor  # [T, K]
+    w_gate_up: Tensor  # [E_local, 2I, H], gate rows first
+    w_down: Tensor  # [E_local, H, I]
+
+
+class Needs(NamedTuple):
+    """Which gradients a backward computes."""
+
+    x: bool = True
+    topk_weights: bool = True
+    w_gate_up: bool = True
+    w_down: bool = True
+
+
+class Gradients(NamedTuple):
+    """Those of `LayerInputs`; None for one that nobody needs, or that went into a buffer of the caller's."""
+
+    dx: Tensor | None = None  # [T, H]
+    dtopk: Tensor | None = None  # [T, K]
+    dw_gate_up: Tensor | None = None  # [E_local, 2I, H]
+    dw_down: Tensor | None = None  # [E_local, H, I]
