@@ -98,10 +98,12 @@ void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_wei
     const BufferShape& shape = problem.call.shape;
     const int64_t num_tokens = problem.call.num_tokens;
     if (shape.mode.forward == Precision::kNone) check.fail("the buffer is laid out for routing alone");
+    if (shape.mode.forward == Precision::kFp8)
+        problem.call.inputs.x = operands.input("x", x, {kBf16, kE4m3}, {num_tokens, shape.hidden});
+    else
+        problem.call.inputs.x = operands.input("x", x, {kBf16}, {num_tokens, shape.hidden});
     // Whoever has quantized x has done so where the buffer stages it.
-    problem.x_is_staged = shape.mode.forward == Precision::kFp8 && x.scalar_type() == kE4m3;
-    problem.call.inputs.x =
-        operands.input("x", x, {problem.x_is_staged ? kE4m3 : kBf16}, {num_tokens, shape.hidden});
+    problem.x_is_staged = x.scalar_type() == kE4m3;
     unpack_weights(operands, {w_gate_up, w_down, {}, {}, gate_up_sf, down_sf}, shape, Direction::kForward,
                    problem.call.inputs, problem.fp8);
     problem.y = operands.result("y", y, {kBf16}, {num_tokens, shape.hidden});

@@ -21,7 +21,7 @@ from mega_moe._backends.request import Request
 from mega_moe._backends.saved import check_share
 from mega_moe._backends.summary import Routing
 from mega_moe._base import env
-from mega_moe._base.activation import Activation, as_activation
+from mega_moe._base.activation import SWIGLU, Activation, as_activation
 from mega_moe._base.errors import MegaMoEError
 from mega_moe._ops import registry
 
@@ -113,6 +113,7 @@ class MoEBuffer:
         facts: RankFacts | None = None
         error: Exception | None = None
         limit: float | None = None
+        self._activation = SWIGLU
         try:
             limit = check_timeout(arrival_timeout)
             share = check_share(save_gate_up)

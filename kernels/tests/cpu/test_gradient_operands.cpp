@@ -14,6 +14,7 @@
 namespace {
 
 namespace layout = mega_moe::layout;
+using mega_moe::Precision;
 constexpr int kEdge = layout::kTransposedEdge;
 
 // Each code has a place of its own in its block. A row's slab is one piece of memory, in which 8 columns are
@@ -102,13 +103,12 @@ void test_tiles() {
 // The pools are last, so that nothing moves that another form knows of, but for those that hold codes
 // instead of bf16.
 void test_pools() {
-    for (const bool quantize : {false, true}) {
-        layout::WorkspaceShape w{256, 4, 8, 2, 1024, 1024, 768, true, false};
-        w.quantize = quantize;
-        w.quantize_backward = true;
+    for (const Precision forward : {Precision::kBf16, Precision::kFp8}) {
+        layout::WorkspaceShape w{
+            256, 4, 8, 2, 1024, 1024, 768, {forward, Precision::kFp8, Precision::kBf16}, false};
         const auto plain = layout::make_workspace(w);
         const std::int64_t counters = w.counters();
-        w.quantize_gradients = true;
+        w.mode.wgrad = Precision::kFp8;
         const auto codes = layout::make_workspace(w);
         CHECK(w.counter_of_transposed() == counters &&
                   w.counters() == counters + layout::num_row_blocks(w.max_slots()),
@@ -120,14 +120,11 @@ void test_pools() {
             "codes of x and dy");
         CHECK(bytes(layout::kDzPool) == rows * 2 * 768, "codes of dz");
         // The forward keeps h there in its own dtype.
-        CHECK(bytes(layout::kHPool) == rows * 768 * (quantize ? 1 : 2), "codes of h");
+        CHECK(bytes(layout::kHPool) == rows * 768 * (forward == Precision::kFp8 ? 1 : 2), "codes of h");
         CHECK(bytes(layout::kGradientScalePool) == rows / kEdge * w.gradient_scales().length() * 4,
               "scale factors");
         for (const int part : {layout::kXPool, layout::kDyPool, layout::kOPool, layout::kDzCodePool})
             CHECK(codes.parts[part].bytes == plain.parts[part].bytes, "part %d", part);
-        w.backward = false;
-        CHECK(layout::make_workspace(w).parts[layout::kXTransposedPool].bytes == 0,
-              "codes without a backward");
     }
 }
 

@@ -177,8 +177,10 @@ void test_planted_faults() {
 void test_memory() {
     const auto total = [](std::int64_t hidden, std::int64_t intermediate) {
         const std::int64_t rows = 17 * 16384 * 8 / 32 + 128 * 16;
-        const layout::SymmetricShape s{16384, 8, hidden, 8, false, true, true, false};
-        const layout::WorkspaceShape w{16384, 8, 16, 8, rows, hidden, intermediate, true, false};
+        constexpr auto kBf16 = mega_moe::Precision::kBf16;
+        constexpr mega_moe::Mode kTraining{kBf16, kBf16, kBf16};
+        const layout::SymmetricShape s{16384, 8, hidden, 8, kTraining, false};
+        const layout::WorkspaceShape w{16384, 8, 16, 8, rows, hidden, intermediate, kTraining, false};
         return layout::make_symmetric(s).total + layout::make_workspace(w).total;
     };
     constexpr std::int64_t kGiB = std::int64_t{1} << 30;

@@ -14,6 +14,8 @@
 namespace {
 
 namespace layout = mega_moe::layout;
+using mega_moe::Mode;
+using mega_moe::Precision;
 
 constexpr std::int64_t kTokens = 16384;
 constexpr std::int64_t kTopK = 8;
@@ -21,11 +23,11 @@ constexpr std::int64_t kExperts = 128;
 constexpr std::int64_t kHidden = 2048;
 
 constexpr layout::SymmetricShape symmetric(std::int64_t ranks) {
-    return {kTokens, kTopK, kHidden, ranks, false, true, false, false};
+    return {kTokens, kTopK, kHidden, ranks, {Precision::kBf16}, false};
 }
 
 constexpr layout::WorkspaceShape workspace(std::int64_t ranks, std::int64_t pool_rows) {
-    return {kTokens, kTopK, kExperts / ranks, ranks, pool_rows, kHidden, 0, false, false};
+    return {kTokens, kTopK, kExperts / ranks, ranks, pool_rows, kHidden, 0, {}, false};
 }
 
 constexpr std::int64_t whole_pool(std::int64_t ranks) {
@@ -99,19 +101,22 @@ void test_work() {
 // Of a layer whose x and h are e4m3.
 void test_quantized() {
     for (const bool backward : {false, true}) {
+        const auto mode = [&](Precision forward) {
+            return backward ? Mode{forward, Precision::kBf16, Precision::kBf16} : Mode{forward};
+        };
         layout::SymmetricShape s = symmetric(1);
-        s.backward = backward;
+        s.mode = mode(Precision::kBf16);
         const std::int64_t plain = layout::make_symmetric(s).parts[layout::kStaging].bytes;
-        s.quantize = true;
+        s.mode = mode(Precision::kFp8);
         const std::int64_t quantized = layout::make_symmetric(s).parts[layout::kStaging].bytes;
         CHECK(backward ? quantized == plain : quantized < plain * 3 / 5, "%lld of %lld bytes are staged",
               static_cast<long long>(quantized), static_cast<long long>(plain));
 
         layout::WorkspaceShape w = workspace(1, whole_pool(1));
         w.intermediate = 768;
-        w.backward = backward;
+        w.mode = mode(Precision::kBf16);
         const auto of_bf16 = layout::make_workspace(w);
-        w.quantize = true;
+        w.mode = mode(Precision::kFp8);
         const auto of_e4m3 = layout::make_workspace(w);
         check_parts(of_e4m3, false);
         const std::int64_t rows = w.pools() * w.pool_rows;
@@ -128,11 +133,11 @@ void test_quantized() {
 
 // The backward in fp8 has its pools last: nothing moves that the forward, or one in bf16, knows of.
 void test_quantized_backward() {
-    for (const bool quantize : {false, true}) {
-        layout::WorkspaceShape w{256, 4, 8, 2, 1024, 1024, 768, true, false};
-        w.quantize = quantize;
+    for (const Precision forward : {Precision::kBf16, Precision::kFp8}) {
+        layout::WorkspaceShape w{
+            256, 4, 8, 2, 1024, 1024, 768, {forward, Precision::kBf16, Precision::kBf16}, false};
         const auto plain = layout::make_workspace(w);
-        w.quantize_backward = true;
+        w.mode.backward = Precision::kFp8;
         const auto wide = layout::make_workspace(w);
         for (int part = 0; part <= layout::kXScalePool; ++part)
             CHECK(wide[part] == plain[part], "part %d lies at %lld", part,
@@ -145,8 +150,6 @@ void test_quantized_backward() {
         CHECK(bytes(layout::kXScalePool) == rows * 8 * 4 && bytes(layout::kDyScalePool) == rows * 8 * 4,
               "scale factors of x and dy");
         CHECK(bytes(layout::kDzScalePool) == rows * 12 * 4, "scale factors of dz");
-        w.backward = false;
-        CHECK(layout::make_workspace(w).parts[layout::kDzCodePool].bytes == 0, "codes without a backward");
     }
 }
 
@@ -236,6 +239,7 @@ void test_layouts() {
             layout::WorkspaceShape w = workspace(ranks, whole_pool(ranks));
             w.canaries = canaries;
             check_parts(layout::make_workspace(w), canaries);
+            w.mode = {Precision::kBf16};
             w.intermediate = 768;  // with pools, in turn where there are several chunks
             check_parts(layout::make_workspace(w), canaries);
             w.pool_rows = layout::pad_rows(w.smallest_pool());

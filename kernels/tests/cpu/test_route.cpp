@@ -20,8 +20,8 @@
 namespace {
 
 namespace layout = mega_moe::layout;
-using mega_moe::RouteProblem;
-using mega_moe::RouteShape;
+using mega_moe::RankCall;
+using mega_moe::BufferShape;
 
 constexpr unsigned kThreads = 128;
 constexpr std::uint8_t kPoison = 0xEE;
@@ -63,13 +63,13 @@ void check_canaries(const std::uint8_t* base, const mega_moe::LayoutTable& table
 int joined_tables = 0;
 
 struct World {
-    RouteShape shape;
+    BufferShape shape;
     mega_moe::LayoutTable symmetric;
     mega_moe::LayoutTable workspace;
     std::vector<Rank> ranks;
     std::vector<std::int64_t> addresses;
 
-    explicit World(const RouteShape& s)
+    explicit World(const BufferShape& s)
         : shape(s), symmetric(mega_moe::symmetric_layout(s)), workspace(mega_moe::workspace_layout(s)) {
         ranks.resize(static_cast<std::size_t>(s.num_ranks));
         for (Rank& rank : ranks) {
@@ -78,8 +78,8 @@ struct World {
             poison(aligned(rank.symmetric), symmetric,
                    {layout::kControlWords, layout::kHeaders, layout::kBlockFlags});
             poison(aligned(rank.workspace), workspace, {layout::kSync, layout::kGroupCounts});
-            rank.record.assign(static_cast<std::size_t>(mega_moe::route_record_words()), 0);
-            rank.summary.assign(static_cast<std::size_t>(mega_moe::route_summary_length(s)), -7);
+            rank.record.assign(static_cast<std::size_t>(layout::kRecordWords), 0);
+            rank.summary.assign(static_cast<std::size_t>(mega_moe::summary_length(s)), -7);
             addresses.push_back(
                 static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(aligned(rank.symmetric))));
         }
@@ -103,10 +103,10 @@ struct World {
             for (std::size_t i = 0; i < pairs; ++i)
                 rank.weights[i] = static_cast<float>(r * 1000003 + i) * 0.37f;
             std::fill(rank.summary.begin(), rank.summary.end(), -7);
-            RouteProblem problem{};
+            RankCall problem{};
             problem.shape = shape;
-            problem.topk_idx = ids[r].data();
-            problem.topk_weights = rank.weights.data();
+            problem.inputs.topk_idx = ids[r].data();
+            problem.inputs.topk_weights = rank.weights.data();
             problem.summary = rank.summary.data();
             problem.buffers = addresses.data();
             problem.workspace = aligned(rank.workspace);
@@ -135,7 +135,7 @@ struct World {
 
 // What one rank's tables must hold, from sorts of all pairs.
 void check_tables(World& world, std::size_t rank, const Ids& ids) {
-    const RouteShape& s = world.shape;
+    const BufferShape& s = world.shape;
     const std::int64_t num_local = s.num_experts / s.num_ranks;
     const std::int64_t first_expert = static_cast<std::int64_t>(rank) * num_local;
     const auto tokens_of = [&](std::size_t r) { return static_cast<std::int64_t>(ids[r].size()) / s.top_k; };
@@ -307,7 +307,7 @@ void check_all(World& world, const Ids& ids, int status = 0) {
 
 enum class Routing { kRandom, kOneExpert, kOneRank, kMasked, kDuplicates };
 
-Ids make_ids(std::mt19937& random, const RouteShape& s, const std::vector<std::int64_t>& tokens,
+Ids make_ids(std::mt19937& random, const BufferShape& s, const std::vector<std::int64_t>& tokens,
              Routing routing) {
     Ids ids;
     const auto pick = [&](std::int64_t n) {
@@ -337,9 +337,9 @@ Ids make_ids(std::mt19937& random, const RouteShape& s, const std::vector<std::i
 // A pool of more than the smallest size may be joined with the other.
 enum class Pool { kSmallest, kJoining, kLargest };
 
-RouteShape make_shape(std::int64_t max_tokens, std::int64_t top_k, std::int64_t experts, std::int64_t ranks,
+BufferShape make_shape(std::int64_t max_tokens, std::int64_t top_k, std::int64_t experts, std::int64_t ranks,
                       Pool pool) {
-    RouteShape s{max_tokens, top_k, experts, 128, 0, ranks, 0, false, false, true, false, false, false};
+    BufferShape s{max_tokens, top_k, experts, 128, 0, ranks, 0, {}, true};
     const std::int64_t smallest = mega_moe::smallest_pool_rows(s);
     const std::int64_t largest = mega_moe::largest_pool_rows(s);
     s.pool_rows = pool == Pool::kSmallest  ? smallest
@@ -381,7 +381,7 @@ void test_grid() {
 
 void test_faults() {
     std::mt19937 random(3);
-    const RouteShape shape = make_shape(300, 4, 16, 2, Pool::kLargest);
+    const BufferShape shape = make_shape(300, 4, 16, 2, Pool::kLargest);
     {  // A bad id is masked, reported once, and harms no later launch.
         World world(shape);
         Ids ids = make_ids(random, shape, {300, 200}, Routing::kRandom);

@@ -11,13 +11,19 @@ import mega_moe
 from mega_moe import Activation
 from mega_moe.testing import fp64_moe, random_problem
 
-SIZES: dict[str, Any] = dict(num_experts=4, max_tokens_per_rank=16, top_k=2, hidden=16, intermediate=8)
+SIZES: dict[str, Any] = dict(
+    num_experts=4, max_tokens_per_rank=16, top_k=2, hidden=16, intermediate=8, backend="grouped"
+)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(kind="gpt_oss"), ValueError, "kind 'gpt_oss', which this version does not serve yet, want one of swiglu"),
+        (
+            dict(kind="gpt_oss"),
+            ValueError,
+            "kind 'gpt_oss', which this version does not serve yet, want one of swiglu",
+        ),
         (dict(kind="relu"), ValueError, "kind 'relu', want one of swiglu"),
         (dict(clamp=0), ValueError, "clamp 0, want None or a number > 0"),
         (dict(clamp=float("nan")), ValueError, "clamp nan, want None or a number > 0"),
@@ -32,7 +38,7 @@ def test_bad_ones_are_named(arguments: dict[str, Any], error: type[Exception], m
 
 
 def test_every_door_takes_it() -> None:
-    problem = random_problem(16, 4, 2, hidden=16, inner=8)
+    problem = random_problem(16, 16, 8, 4, 2, dtype=torch.float32)
     want = fp64_moe(*problem.inputs, activation=Activation(clamp=0.3))
     plain = fp64_moe(*problem.inputs)
     assert not torch.allclose(want, plain, rtol=1e-3)
@@ -57,15 +63,15 @@ def test_every_door_takes_it() -> None:
 
 
 def test_both_forms_together_are_refused() -> None:
-    problem = random_problem(16, 4, 2, hidden=16, inner=8)
+    problem = random_problem(16, 16, 8, 4, 2, dtype=torch.float32)
     with mega_moe.MoEBuffer(**SIZES, dtype=torch.float32) as buffer:
-        with pytest.raises(ValueError, match="activation_clamp: got 1.0 beside activation"):
+        with pytest.raises(ValueError, match=r"activation_clamp: got 1\.0 beside activation"):
             mega_moe.moe(*problem.inputs, buffer=buffer, activation=Activation(), activation_clamp=1.0)
-        with pytest.raises(ValueError, match="activation_clamp: got 1.0 beside activation"):
+        with pytest.raises(ValueError, match=r"activation_clamp: got 1\.0 beside activation"):
             mega_moe.nn.MegaMoE(16, 8, 4, activation=Activation(), activation_clamp=1.0)
-        with pytest.raises(TypeError, match="activation: got str, want a mega_moe.Activation"):
+        with pytest.raises(TypeError, match=r"activation: got str, want a mega_moe\.Activation"):
             mega_moe.moe(*problem.inputs, buffer=buffer, activation="swiglu")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="activation_clamp: got -1, want None or a number > 0"):
             mega_moe.moe(*problem.inputs, buffer=buffer, activation_clamp=-1)
-    with pytest.raises(TypeError, match="activation: got float, want a mega_moe.Activation"):
+    with pytest.raises(TypeError, match=r"activation: got float, want a mega_moe\.Activation"):
         mega_moe.MoEBuffer(**SIZES, activation=1.0)  # type: ignore[arg-type]

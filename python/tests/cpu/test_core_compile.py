@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import mega_moe
-from mega_moe import MoEBuffer
+from mega_moe import Activation, MoEBuffer
 from mega_moe.nn import MegaMoE
 from mega_moe.testing import Gradients, Problem, count_op_calls, random_problem
 
@@ -23,6 +23,8 @@ from ._layer import assert_close, assert_same_bits, exact, make_buffer, results
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 ops = torch.ops.mega_moe
+NO_CLAMP = Activation().arguments()
+CLAMP = Activation(clamp=2.0).arguments()
 
 
 @pytest.fixture(autouse=True)
@@ -65,35 +67,44 @@ def arguments(name: str, problem: Problem, buffer: MoEBuffer) -> list[tuple[Any,
     leaves = problem.requires_grad()
     turned = problem.x.T.contiguous().T
     none = problem.tokens(slice(0, 0))
-    token = ops.save(*problem.inputs, None, None, buffer.handle, None)
+    token = ops.save(*problem.inputs, None, None, buffer.handle, *NO_CLAMP)
     if name == "save":
         return [
-            (*leaves.inputs, None, None, buffer.handle, None),
-            (*leaves.inputs, *into(problem), buffer.handle, 2.0),
-            (*none.requires_grad().inputs, None, None, buffer.handle, None),
+            (*leaves.inputs, None, None, buffer.handle, *NO_CLAMP),
+            (*leaves.inputs, *into(problem), buffer.handle, *CLAMP),
+            (*none.requires_grad().inputs, None, None, buffer.handle, *NO_CLAMP),
         ]
     if name == "run":
         return [
-            (token.clone().requires_grad_(), *leaves.inputs, buffer.handle, 2.0),
-            (token, turned, *problem.inputs[1:], buffer.handle, None),
-            (token[:0], *none.inputs, buffer.handle, None),
+            (token.clone().requires_grad_(), *leaves.inputs, buffer.handle, *CLAMP),
+            (token, turned, *problem.inputs[1:], buffer.handle, *NO_CLAMP),
+            (token[:0], *none.inputs, buffer.handle, *NO_CLAMP),
         ]
     if name == "backward":
         return [
-            (problem.dy, *problem.inputs, buffer.handle, None, [True] * 4),
-            (problem.dy, turned, *problem.inputs[1:], buffer.handle, 2.0, [True, False, False, True]),
-            (problem.dy, *problem.inputs, buffer.handle, None, [False, True, True, False]),
-            (none.dy, *none.inputs, buffer.handle, None, [True] * 4),
+            (problem.dy, *problem.inputs, buffer.handle, *NO_CLAMP, [True] * 4, None),
+            (
+                problem.dy,
+                turned,
+                *problem.inputs[1:],
+                buffer.handle,
+                *CLAMP,
+                [True, False, False, True],
+                None,
+            ),
+            (problem.dy, *problem.inputs, buffer.handle, *NO_CLAMP, [False, True, True, False], None),
+            (none.dy, *none.inputs, buffer.handle, *NO_CLAMP, [True] * 4, None),
         ]
     return [
-        (problem.dy, *problem.inputs, *into(problem), buffer.handle, None, [True] * 4),
+        (problem.dy, *problem.inputs, *into(problem), buffer.handle, *NO_CLAMP, [True] * 4, None),
         (
             problem.dy,
             *problem.inputs,
             *into(problem, torch.bfloat16),
             buffer.handle,
-            None,
+            *NO_CLAMP,
             [False, True, True, False],
+            None,
         ),
     ]
 

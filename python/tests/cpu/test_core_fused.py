@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ import mega_moe
 from mega_moe import MegaMoEError, MoEBuffer, PeerError, RankTimeoutError
 from mega_moe._backends import faults, plan
 from mega_moe._backends.fused import FusedExecutor
+from mega_moe._base.activation import SWIGLU
+from mega_moe._base.layer import Gradients, LayerInputs, Needs
 from mega_moe.testing import Problem, count_op_calls, random_problem
 
 from ._fake_kernels import NOTE, FakeKernels, fake_kernels
@@ -190,12 +193,12 @@ class Told:
     def refuse(self, error: Exception, num_tokens: int) -> None:
         self.refused.append(error)
 
-    def backward(self, *call: Any) -> Any:
-        return (None,) * 4
+    def backward(self, *call: Any, into: Any = None) -> Any:
+        return Gradients()
 
 
 def backward(executor: FusedExecutor, problem: Problem) -> Any:
-    return executor.backward(problem.dy, *problem.inputs, None, (True,) * 4, torch.bfloat16)
+    return executor.backward(problem.dy, LayerInputs(*problem.inputs), SWIGLU, Needs(), torch.bfloat16)
 
 
 def test_ranks_that_come_to_the_backward_are_told_of_a_bad_id_alone(
@@ -214,7 +217,7 @@ def test_ranks_that_come_to_the_backward_are_told_of_a_bad_id_alone(
     with pytest.raises(ValueError, match="got expert 9") as caught:
         backward(executor, problem)
     assert told.refused == [caught.value]
-    assert backward(executor, problem) == (None,) * 4
+    assert backward(executor, problem) == Gradients()
 
 
 def test_too_many_tokens(problem: Problem, fake_kernels: FakeKernels) -> None:
@@ -231,7 +234,8 @@ def test_the_others_are_told_of_a_refusal(
     problem: Problem, buffer: MoEBuffer, fake_kernels: FakeKernels, tokens: int, told: int
 ) -> None:
     kernels = buffer._executor._kernels  # type: ignore[attr-defined]
-    kernels.shape = type(kernels.shape)(60, 3, 8, 256, 2, intermediate=128)
+    kernels.shape = dataclasses.replace(kernels.shape, num_ranks=2)
+    kernels._symmetric.addresses *= 2
     many = torch.zeros(tokens, 256 if tokens > 60 else 255, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="x: got"):
         mega_moe.moe(many, *random_problem(tokens, 256, 128, 8, 3).inputs[1:], buffer=buffer)
@@ -245,7 +249,7 @@ def test_a_compiled_call_with_too_many_tokens(
     """The operator sees T for the first time."""
     many = random_problem(61, 256, 128, 8, 3)
     with pytest.raises(ValueError, match="x: got 61 tokens, the buffer was built for 60 per rank"):
-        torch.ops.mega_moe.run(many.x, *many.inputs, buffer.handle, None)
+        torch.ops.mega_moe.run(many.x, *many.inputs, buffer.handle, *SWIGLU.arguments())
 
 
 def test_a_backward_is_not_captured(problem: Problem, buffer: MoEBuffer, fake_kernels: FakeKernels) -> None:

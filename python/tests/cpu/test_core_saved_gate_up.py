@@ -20,6 +20,7 @@ from mega_moe._backends.request import Request
 from mega_moe._backends.saved import SavedRows
 from mega_moe._backends.symmetric import Shape
 from mega_moe._backends.tables import plain_tables
+from mega_moe._base.activation import SWIGLU, Activation
 from mega_moe.testing import Problem, count_op_calls, random_problem
 
 from ._fake_kernels import FakeKernels, fake_both, fake_kernels
@@ -153,9 +154,9 @@ def test_the_fake_sees_another_calls_tensor(problem: Problem, buffer: MoEBuffer)
     ops, none = torch.ops.mega_moe, (None, None)
     x, *rest = problem.inputs
     rows = buffer.saved_rows(TOKENS)
-    _, other = ops.run_saving(2 * x, *rest, *none, buffer.handle, None, rows)
+    _, other = ops.run_saving(2 * x, *rest, *none, buffer.handle, *SWIGLU.arguments(), rows)
     with pytest.raises(AssertionError):
-        ops.backward(problem.dy, x, *rest, buffer.handle, None, [True] * 4, other)
+        ops.backward(problem.dy, x, *rest, buffer.handle, *SWIGLU.arguments(), [True] * 4, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -232,7 +233,14 @@ def test_compiled(problem: Problem, buffer: MoEBuffer, fake_both: FakeKernels) -
 
 def test_operator_has_a_right_fake(problem: Problem, buffer: MoEBuffer) -> None:
     # Outside, where the schema is compared with what the operator does, the tensor's bits are not.
-    call = (*problem.requires_grad().inputs, None, None, buffer.handle, 2.0, 384)
+    call = (
+        *problem.requires_grad().inputs,
+        None,
+        None,
+        buffer.handle,
+        *Activation(clamp=2.0).arguments(),
+        384,
+    )
     torch.library.opcheck(
         torch.ops.mega_moe.run_saving.default, call, test_utils=("test_schema", "test_faketensor")
     )
@@ -262,7 +270,7 @@ def test_tensors_of_a_forward_need_a_backend_that_keeps_them(problem: Problem) -
         make_buffer(problem, "reference") as made,
         pytest.raises(mega_moe.MegaMoEError, match="saves no gate and up"),
     ):
-        torch.ops.mega_moe.run_saving(*problem.inputs, None, None, made.handle, None, 128)
+        torch.ops.mega_moe.run_saving(*problem.inputs, None, None, made.handle, *SWIGLU.arguments(), 128)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from mega_moe._backends.facts import variants
 from mega_moe._backends.reference import ReferenceArithmetic
 from mega_moe._backends.symmetric import Shape
 from mega_moe._backends.tables import plain_tables
+from mega_moe._base.activation import Activation
 from mega_moe._base.layer import Gradients
 
 from ._backward import ExactGradients, exact_gradients
@@ -112,7 +113,7 @@ def emulated_gradients(
             x[at],
             all_dy[at],
             weights[at, of],
-            Experts(layer.gate_up, layer.down, counts, clamp),
+            Experts(layer.gate_up, layer.down, counts, Activation(clamp=clamp)),
             Wanted(True, True, True, True, torch.float32),
         )
         assert got.dx is not None

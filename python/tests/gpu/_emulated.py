@@ -15,6 +15,7 @@ from torch import Tensor
 from mega_moe._backends.arithmetic import Experts
 from mega_moe._backends.quantize import quantize_rows
 from mega_moe._backends.reference import ReferenceArithmetic
+from mega_moe._base.activation import Activation
 
 from ._forward import Layer
 from ._tensor_core import block_product_of
@@ -36,7 +37,7 @@ def slot_outputs(layer: Layer, precision: str = "bf16", power_of_two: bool = Fal
         precision, power_of_two=power_of_two, block_product=block_product_of(layer.device)
     )
     outputs[token, slot] = arithmetic.forward(
-        rows, weights[token, slot], Experts(layer.gate_up, layer.down, counts, clamp)
+        rows, weights[token, slot], Experts(layer.gate_up, layer.down, counts, Activation(clamp=clamp))
     )
     return list(outputs.split([len(own) for own in layer.x]))
 

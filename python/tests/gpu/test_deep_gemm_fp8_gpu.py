@@ -13,6 +13,7 @@ from mega_moe import MoEBuffer
 from mega_moe import deep_gemm as face
 from mega_moe._backends.given_codes import Codes, GivenCodes
 from mega_moe._backends.quantize import quantize_rows
+from mega_moe._base.activation import Activation
 from mega_moe._base.layer import Gradients
 from mega_moe.testing import Problem, random_problem
 
@@ -22,7 +23,7 @@ from ._backward_ranks import BackwardRanks, new_backward_ranks
 from ._face_fp8 import backward, both, fill, forward, pair, turned
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
-from ._forward_ranks import pool_of, shape_of
+from ._forward_ranks import inputs_of, pool_of, shape_of
 from ._virtual import random_ids
 from ._waits import synchronising_is_an_error
 
@@ -224,10 +225,11 @@ def stage(given: GivenCodes, x: Tensor) -> None:
 
 def start(ranks: BackwardRanks, given: GivenCodes, rank: int, layer: Layer) -> Tensor:
     """One rank's forward of what it has staged, on its stream."""
-    gate_up, down = ranks.weights(rank, layer)
-    pairs = [Codes(copy.codes, copy.scales) for copy in (gate_up, down)]  # type: ignore[union-attr, arg-type]
+    copies = ranks.forward_copies(rank, layer)
+    assert copies is not None
+    pairs = [Codes(copy.codes, copy.scales) for copy in copies]  # type: ignore[arg-type]
     with ranks.on(rank):
-        return given.forward(layer.ids[rank], layer.weights[rank], *pairs, layer.clamp)[0]
+        return given.forward(layer.ids[rank], layer.weights[rank], *pairs, Activation(clamp=layer.clamp))[0]
 
 
 @pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
@@ -283,15 +285,15 @@ def test_codes_elsewhere_are_refused(cuda_device: torch.device) -> None:
     layer, ranks, (given,) = ranks_of(cuda_device, [300], "one chunk")
     want = ranks.forward(layer)
     stage(given, layer.x[0])
-    weights = ranks.weights(0, layer)
+    inputs, copies = inputs_of(layer, 0), ranks.forward_copies(0, layer)
     for x in (given.x[1:301], given.x[:300].clone()):
         with pytest.raises(RuntimeError, match=r"x: address of e4m3 rows is 0x.*, must be 0x"):
-            ranks.forwards[0].forward(x, layer.ids[0], layer.weights[0], *weights)
+            ranks.layers[0].forward(inputs._replace(x=x), copies=copies)
     y = start(ranks, given, 0, layer)
     ranks.synchronize()
     assert_same_y([y], want, "after refusals")
     bf16 = random_layer(layer.ids, (layer.gate_up, layer.down))
     plain = new_backward_ranks(cuda_device, bf16)
     with pytest.raises(RuntimeError, match="x: dtype is float8_e4m3fn, must be bfloat16"):
-        plain.forwards[0].forward(given.x[:300], layer.ids[0], layer.weights[0], layer.gate_up, layer.down)
+        plain.layers[0].forward(inputs._replace(x=given.x[:300]))
     ranks.check()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mega_moe import MegaMoEError, PeerError, RankTimeoutError
-from mega_moe._backends.weight_copies import WeightCopy
+from mega_moe._base.layer import LayerInputs
 from mega_moe._base.mode import Mode
 
 from ._forward import Layer, assert_same_bits, random_experts, random_layer
-from ._forward_ranks import ForwardRanks, shape_of
+from ._forward_ranks import ForwardRanks, inputs_of, shape_of
 from ._precision import FP8, PRECISIONS, assert_y_right
 from ._virtual import random_ids
 
@@ -176,7 +176,6 @@ def test_arguments_are_refused_before_the_launch(cuda_device: torch.device) -> N
     want = ranks.forward(layer)
     x, ids, weights = layer.x[0], layer.ids[0], layer.weights[0]
     off_by_one = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
-    forward = ranks.forwards[0].forward
     for arguments, name in (
         ((x[:, :256].contiguous(), ids, weights, layer.gate_up, layer.down), r"\b(x|w_gate_up)\b"),
         ((x.float(), ids, weights, layer.gate_up, layer.down), r"\b(x|y)\b"),
@@ -194,7 +193,7 @@ def test_arguments_are_refused_before_the_launch(cuda_device: torch.device) -> N
         ((off_by_one, ids, weights, layer.gate_up, layer.down), r"\bx\b.*16"),
     ):
         with pytest.raises(RuntimeError, match=name):
-            forward(*arguments)
+            ranks.layers[0].forward(LayerInputs(*arguments))
     have = torch.cuda.get_device_properties(cuda_device).multi_processor_count
     ranks.use_sms(have + 2)
     with pytest.raises(RuntimeError, match=f"num_sms is {have + 2}"):
@@ -210,24 +209,22 @@ def test_arguments_of_fp8_are_refused_before_the_launch(cuda_device: torch.devic
     layer = layer_of(cuda_device, 1)
     ranks = ranks_of(cuda_device, layer, precision)
     want = ranks.forward(layer)
-    x, ids, weights = layer.x[0], layer.ids[0], layer.weights[0]
-    gate_up, down = ranks.weights(0, layer)
-    assert isinstance(gate_up, WeightCopy)
-    assert isinstance(down, WeightCopy)
+    inputs, copies = inputs_of(layer, 0), ranks.forward_copies(0, layer)
+    assert copies is not None
+    gate_up, down = copies
     assert gate_up.codes is not None
     assert down.codes is not None
-    forward = ranks.forwards[0].forward
-    for arguments, name in (
-        ((x[:, :256].contiguous(), ids, weights, gate_up, down), r"\bhidden\b.*512"),
-        ((x.float(), ids, weights, gate_up, down), r"\bx\b.*bfloat16 or float8_e4m3fn"),
-        ((x, ids, weights, gate_up._replace(codes=gate_up.codes[:-1]), down), "w_gate_up"),
-        ((x, ids, weights, gate_up._replace(codes=layer.gate_up), down), "w_gate_up.*float8_e4m3fn"),
-        ((x, ids, weights, gate_up._replace(scales=gate_up.scales[:, 1:]), down), "gate_up_sf"),
-        ((x, ids, weights, gate_up, down._replace(scales=down.scales.double())), "down_sf.*float32"),
-        ((x, ids, weights, gate_up, down._replace(scales=down.scales.transpose(1, 2))), "down_sf"),
-        ((x, ids, weights, gate_up, down._replace(codes=down.codes[:, 1:])), "w_down"),
+    for x, of_gate_up, of_down, name in (
+        (inputs.x[:, :256].contiguous(), gate_up, down, r"\bx\b"),
+        (inputs.x.float(), gate_up, down, r"\bx\b.*bfloat16 or float8_e4m3fn"),
+        (inputs.x, gate_up._replace(codes=gate_up.codes[:-1]), down, "w_gate_up"),
+        (inputs.x, gate_up._replace(codes=layer.gate_up), down, "w_gate_up.*float8_e4m3fn"),
+        (inputs.x, gate_up._replace(scales=gate_up.scales[:, 1:]), down, "gate_up_sf"),
+        (inputs.x, gate_up, down._replace(scales=down.scales.double()), "down_sf.*float32"),
+        (inputs.x, gate_up, down._replace(scales=down.scales.transpose(1, 2)), "down_sf"),
+        (inputs.x, gate_up, down._replace(codes=down.codes[:, 1:]), "w_down"),
     ):
         with pytest.raises(RuntimeError, match=name):
-            forward(*arguments)
+            ranks.layers[0].forward(inputs._replace(x=x), copies=(of_gate_up, of_down))
     assert_same_bits(ranks.forward(layer), want, "after refusals")
     ranks.check()

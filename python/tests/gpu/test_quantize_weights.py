@@ -71,14 +71,13 @@ def run(weight: Tensor, ops: Any, *, wanted: str = "both", power_of_two: bool = 
     """One call, compared; ``wanted``: both, codes, transposed or neither."""
     experts, rows, columns = weight.shape
     device = weight.device
-    none = torch.empty(0, dtype=E4M3, device=device)
     codes = Result((experts, rows, columns), E4M3, device)
     transposed = Result((experts, columns, rows), E4M3, device)
     scales = Result((experts, rows // 128, columns // 128), torch.float32, device)
     ops.quantize_weights(
         weight,
-        codes.tensor if wanted in ("both", "codes") else none,
-        transposed.tensor if wanted in ("both", "transposed") else none,
+        codes.tensor if wanted in ("both", "codes") else None,
+        transposed.tensor if wanted in ("both", "transposed") else None,
         scales.tensor,
         power_of_two,
     )
@@ -203,13 +202,12 @@ def test_runs_on_the_current_stream(cuda_device: torch.device, ops: Any) -> None
     weight, late = (normal(1, 128, 256, seed=s).to(cuda_device) for s in (5, 6))
     codes = torch.empty(1, 128, 256, dtype=E4M3, device=cuda_device)
     scales = torch.empty(1, 1, 2, device=cuda_device)
-    none = torch.empty(0, dtype=E4M3, device=cuda_device)
     torch.cuda.synchronize(cuda_device)
     stream = torch.cuda.Stream(cuda_device)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         weight.copy_(late)  # on any other stream the kernel would have read the weight before this
-        ops.quantize_weights(weight, codes, none, scales, False)
+        ops.quantize_weights(weight, codes, None, scales, False)
     stream.synchronize()
     want, _ = definition(late, False)
     assert_same_codes(codes.view(torch.uint8).cpu(), want)
@@ -235,6 +233,5 @@ def test_graph_replay_reads_new_values(cuda_device: torch.device, ops: Any) -> N
 
 def test_arguments_on_two_devices_are_refused(cuda_device: torch.device, ops: Any) -> None:
     weight = normal(1, 128, 128).to(cuda_device)
-    none = torch.empty(0, dtype=E4M3)
     with pytest.raises(RuntimeError, match=r"quantize_weights: scales: device is cpu, must be cuda:\d"):
-        ops.quantize_weights(weight, none, none, torch.empty(1, 1, 1), False)
+        ops.quantize_weights(weight, None, None, torch.empty(1, 1, 1), False)
