@@ -235,7 +235,7 @@ def test_the_others_are_told_of_a_refusal(
 ) -> None:
     kernels = buffer._executor._kernels  # type: ignore[attr-defined]
     kernels.shape = dataclasses.replace(kernels.shape, num_ranks=2)
-    kernels._symmetric.addresses *= 2
+    kernels._symmetric = dataclasses.replace(kernels._symmetric, addresses=[256, 512])
     many = torch.zeros(tokens, 256 if tokens > 60 else 255, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="x: got"):
         mega_moe.moe(many, *random_problem(tokens, 256, 128, 8, 3).inputs[1:], buffer=buffer)

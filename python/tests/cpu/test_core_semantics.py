@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mega_moe
-from mega_moe._backends import grouped, plain, reference, swiglu
+from mega_moe._backends import activation, grouped, plain, reference
 from mega_moe.testing import Gradients, Problem, fp64_moe, fp64_moe_grads, random_problem, relative_l2
 
 from ._layer import (
@@ -303,7 +303,7 @@ def drop_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(z: Tensor, *rest: object) -> Tensor:
-        return swiglu.activate(z.roll(z.shape[1] // 2, 1), *rest)  # type: ignore[arg-type]
+        return activation.activate(z.roll(z.shape[1] // 2, 1), *rest)  # type: ignore[arg-type]
 
     for module in (reference, grouped):
         monkeypatch.setattr(module, "activate", swapped)

@@ -177,10 +177,10 @@ class _Clock:
         self.forwards = 0
 
     def wrap(self, call: Callable[..., Any], forward: bool) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             self.forwards += forward
             start = self._mark()
-            result = call(*args)
+            result = call(*args, **options)
             self._spans.append((start, self._mark()))
             return result
 
