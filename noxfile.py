@@ -292,7 +292,11 @@ def layers(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Every path, command, name and variable that the documents cite exists; the figures are those of the results."""
+    """Every path, command, name and variable that the documents cite exists; the figures are those of the results.
+
+    Builds the wheel, whose kernels say which figures are stale.
+    """
+    build_wheel(build_environment(session))
     run_docs(gates(session, "torch"))
 
 

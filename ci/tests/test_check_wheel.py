@@ -11,6 +11,7 @@ from pathlib import Path
 
 import check_wheel
 import elf_rules
+import finish_wheel
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,7 @@ def test_the_built_wheel_passes(wheel: Path, tmp_path: Path) -> None:
     ("change", "reason"),
     [
         (add("mega_moe/_lib/other.so"), "mega_moe/_lib/other.so does not belong into a wheel"),
+        (add(finish_wheel.KERNELS), "mega_moe/_lib/kernels.json does not belong into a wheel"),
         (add("mega_moe/tests/test_x.py"), "mega_moe/tests/test_x.py does not belong into a wheel"),
         (add("kernels/layout/staging.h"), "kernels/layout/staging.h does not belong into a wheel"),
         (add("mega_moe/__pycache__/api.cpython-311.pyc"), "does not belong into a wheel"),
@@ -104,8 +106,8 @@ def test_the_built_wheel_passes(wheel: Path, tmp_path: Path) -> None:
         (replace("variants.toml", '"90a"', '"100a"'), "cubins are for ['90a'], variants.toml lists ['100a']"),
         (replace("build.json", '"90a"', '"100a"'), "build.json lists ['100a'], variants.toml ['90a']"),
         (replace("build.json", '"kernels_sha256"', '"sha"'), "build.json has"),
-        (replace("build.json", '"sm90_route": "', '"route": "'), "code in build.json is of"),
-        (replace("build.json", '"sm90_route": "', '"sm90_route": "-'), "for sm90_route, must be 64 hex"),
+        (replace("wheel.json", '"sm90_route": "', '"route": "'), "code in wheel.json is of"),
+        (replace("wheel.json", '"sm90_route": "', '"sm90_route": "-'), "for sm90_route, must be 64 hex"),
         (replace("build.json", '"2.10"', '"2.9"'), "needs torch 2.10, build.json says 2.9"),
         (
             replace("build.json", '"version": "0.1.0"', '"version": ""'),
@@ -137,7 +139,7 @@ def test_the_code_of_every_variant_is_hashed() -> None:
         (fault,) = check_wheel.code_faults(variants, {"code": code})
         assert fault.endswith("variants.toml lists ['a', 'b']")
     (fault,) = check_wheel.code_faults(variants, {"code": {**right, "b": "2"}})
-    assert fault == "code in build.json is '2' for b, must be 64 hex digits"
+    assert fault == "code in wheel.json is '2' for b, must be 64 hex digits"
 
 
 @pytest.mark.parametrize(

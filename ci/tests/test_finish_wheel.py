@@ -9,6 +9,7 @@ from pathlib import Path
 
 import check_wheel
 import finish_wheel
+import kernel_code
 import pytest
 import wheel_file
 
@@ -31,6 +32,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, content in files.items()
         if not name.endswith((finish_wheel.SBOM, "wheel.json"))
     }
+    # In place of the names of kernels what would be made of them, which takes tens of seconds a time.
+    code = json.loads(files[finish_wheel.WHEEL_RECORD])["code"]
+    kept[finish_wheel.KERNELS] = json.dumps({name: [digest] for name, digest in code.items()}).encode()
     metadata, tags = f"mega_moe-{number}.dist-info/METADATA", f"mega_moe-{number}.dist-info/WHEEL"
     kept[metadata] = kept[metadata].replace(f"Version: {version}".encode(), f"Version: {number}".encode())
     platform = wheels[0].stem.split("-")[-1]
@@ -38,6 +42,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain") / f"mega_moe-{number}-py3-none-linux_x86_64.whl"
     wheel_file.write(path, kept)
     return path
+
+
+@pytest.fixture(autouse=True)
+def undisassembled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        kernel_code, "of_library", lambda _, kernels: {name: digest for name, (digest,) in kernels.items()}
+    )
 
 
 def with_library(wheel: Path, folder: Path, library: Path) -> Path:
@@ -60,6 +71,9 @@ def test_labels_and_describes(plain: Path, tmp_path: Path) -> None:
     told = json.loads(files[finish_wheel.WHEEL_RECORD])
     assert (told["label"], told["commit"]) == (label, COMMIT)
     assert {"label": "cu129", "cuda": "12.9", "driver": 525, "architectures": ["90a"]} in told["flavours"]
+    kernels = json.loads(wheel_file.read(plain)[finish_wheel.KERNELS])
+    assert {name: [digest] for name, digest in told["code"].items()} == kernels
+    assert finish_wheel.KERNELS not in files
     bill = json.loads(files[f"{info}/{finish_wheel.SBOM}"])
     assert {part["bom-ref"]: part["version"] for part in bill["components"]} == {
         "cuda-runtime": build["cuda"],

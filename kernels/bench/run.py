@@ -76,7 +76,7 @@ def inspect(folder: Path) -> Json:
     """Judges what ptxas said of the products and, where cuobjdump is at hand, their machine code."""
     table = BENCH / "variants.toml"
     ptxas = subprocess.run(
-        [sys.executable, ROOT / "ci/check_ptxas.py", table, folder / "ptxas"],
+        [sys.executable, ROOT / "ci/check_ptxas.py", table, folder / "ptxas", folder / "kernels.json"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

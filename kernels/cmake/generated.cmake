@@ -17,7 +17,7 @@ while(lines)
 endwhile()
 list(REMOVE_DUPLICATES MEGA_MOE_ARCHITECTURES)
 
-# The hashes in build.json are of all sources, so any change of one configures anew.
+# The hash in build.json is of all sources, so any change of one configures anew.
 mega_moe_python("${CMAKE_CURRENT_SOURCE_DIR}/hash_kernels.py" --list)
 string(REPLACE "\n" ";" hashed_files "${output}")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${hashed_files})
@@ -29,6 +29,7 @@ list(JOIN MEGA_MOE_ARCHITECTURES "\", \"" quoted_architectures)
 string(CONCAT build_json
   "{\"version\": \"${MEGA_MOE_VERSION}\", "
   "\"cuda\": \"${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}\", "
+  "\"compiler\": \"${CMAKE_CUDA_COMPILER_VERSION}\", "
   "\"architectures\": [\"${quoted_architectures}\"], "
   "\"torch_target\": \"${MEGA_MOE_TORCH_TARGET}\", "
   "\"kernels_sha256\": \"${kernels_sha256}\"}")
@@ -46,9 +47,10 @@ function(mega_moe_capture_ptxas target)
     "${Python_EXECUTABLE};${CMAKE_CURRENT_SOURCE_DIR}/cmake/keep_ptxas_log.py;${MEGA_MOE_PTXAS_LOGS}")
 endfunction()
 
-# Fails the build on spills over a variant's budget and on any C75xx remark.
+# Fails the build on spills over a variant's budget and on any C75xx remark; writes which kernels each variant has.
+set(MEGA_MOE_KERNELS "${CMAKE_BINARY_DIR}/kernels.json")
 function(mega_moe_check_ptxas target)
   add_custom_command(TARGET ${target} POST_BUILD VERBATIM COMMAND
     "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/../ci/check_ptxas.py"
-    "${CMAKE_CURRENT_SOURCE_DIR}/variants.toml" "${MEGA_MOE_PTXAS_LOGS}")
+    "${CMAKE_CURRENT_SOURCE_DIR}/variants.toml" "${MEGA_MOE_PTXAS_LOGS}" "${MEGA_MOE_KERNELS}")
 endfunction()

@@ -74,9 +74,7 @@ def section(result: Any, kernels: Any) -> str | None:
     if rest:
         summary = f"<details><summary>{place(where)}: {describe(rest)}</summary>"
         text += ["", summary, "", *table(rest, every, old), "", "</details>"]
-    if changed:
-        text += ["", staleness.footnote(changed, kernels)]
-    return "\n".join(text)
+    return "\n".join([*text, *staleness.footnote(changed, where, kernels)])
 
 
 def table(lines: list[Measured], every: list[Measured], old: Callable[[Sequence], bool]) -> list[str]:

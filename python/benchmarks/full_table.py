@@ -18,8 +18,7 @@ def section(result: Any, kernels: Any, which: str = "") -> str:
     )
     rows, changed = table(result, kernels)
     lines = [f"### {place(where)}{which}", "", head, "", *rows]
-    if changed:
-        lines += ["", staleness.footnote(changed, kernels)]
+    lines += staleness.footnote(changed, where, kernels)
     missing = absent(result)
     if missing:
         # An empty line ends the table, which would swallow the list as further rows.

@@ -6,8 +6,8 @@
 README gets a line for each layer, docs/benchmarks.md every row. The newest result of each device and number of ranks
 counts, and docs/benchmarks.md has what lies in results/more behind them; those of `mega-moe bench step` lie in
 results/steps, and the newest of each model, device and number of ranks counts. A row is stale when a kernel that it
-launches has changed since it was measured: see staleness.py. Needs the standard library alone, for Python 3.10 tomli
-too, and matplotlib to draw.
+launches has changed since it was measured: see staleness.py. Needs a wheel of the present kernels, in dist/ or
+installed, and the standard library alone, for Python 3.10 tomli too, and matplotlib to draw.
 """
 
 from __future__ import annotations
@@ -223,7 +223,11 @@ def main(argv: list[str], root: Path = ROOT) -> int:
     results = newest(root / "python/benchmarks/results")
     steps = newest_steps(root / "python/benchmarks/results/steps")
     more = [schema.read(path) for path in sorted((root / "python/benchmarks/results/more").glob("*.json"))]
-    kernels = staleness.Kernels.of(root / "kernels")
+    try:
+        kernels = staleness.Kernels.of(root)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
     if not words.check:
         write(root, results, kernels, steps, more)
         return 0

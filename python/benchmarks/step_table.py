@@ -49,8 +49,7 @@ def section(result: Any, kernels: Any) -> str:
                     f"{row.load_max_over_mean:.2f}",
                 )
             )
-    if changed:
-        lines += ["", staleness.footnote(changed, kernels)]
+    lines += staleness.footnote(changed, where, kernels)
     missing = [
         f"- {row.status}: {row.backend}: {'; '.join(row.reasons)}"
         for row in result.rows

@@ -36,13 +36,13 @@ def torch_version() -> tuple[int, int]:
 
 @functools.cache
 def build_record() -> dict[str, Any]:
-    """build.json of the wheel (CUDA version, architectures, hashes of the kernel sources); empty when it is missing."""
+    """build.json of the wheel (CUDA version, architectures, hash of the kernel sources); empty when it is missing."""
     return _json("build.json")
 
 
 @functools.cache
 def wheel_record() -> dict[str, Any]:
-    """wheel.json (label, commit, the flavours that are published); empty where no published wheel is installed."""
+    """wheel.json (label, commit, flavours that are published, code); empty where no published wheel is installed."""
     return _json("wheel.json")
 
 

@@ -44,13 +44,14 @@ def describe(context: Context, wheel: Path | None) -> Environment:
         if known.kernels_sha256
         else (known.library_reason or "build.json holds no kernels_sha256"),
         code=kernel_code(known.compute_capability),
+        compiler=library.status().build.get("compiler"),
     )
 
 
 def kernel_code(capability: tuple[int, int] | None) -> dict[str, str] | None:
-    """sha256 of the code of each compiled kernel that a device of `capability` runs; None where the loaded library does
-    not say."""
-    recorded = library.status().build.get("code")
+    """sha256 of the machine code of each compiled kernel that a device of `capability` runs; None where no library is
+    loaded, or its wheel does not say."""
+    recorded = library.wheel_record().get("code") if library.status().loaded else None
     if recorded is None:
         return None
     architecture = None if capability is None else "{}{}".format(*capability)

@@ -238,7 +238,9 @@ class Environment:
     kernels_sha256: str | None
     kernels_reason: str | None
     code: Mapping[str, str] | None = None
-    """sha256 of the code of each compiled kernel that the device can run, by variant; null: not known."""
+    """sha256 of the machine code of each compiled kernel that the device can run, by variant; null: not known."""
+    compiler: str | None = None
+    """Version of the nvcc that made it, such as 13.0.88; null: not known."""
 
     def __post_init__(self) -> None:
         date = re.fullmatch(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z", self.date)

@@ -58,12 +58,12 @@ def result(*groups: Any, **environment: Any) -> Result:
 def lines(report: Any, *results: Result, changed: tuple[str, ...] = ()) -> list[str]:
     """README's text by lines, where the code of some kernels is another than that which was measured."""
     code = {name: ("e" if name in changed else digest) * 64 for name, digest in CODE.items()}
-    text: str = report.report(list(results), report.staleness.Kernels("b" * 64, code, KERNELS))
+    text: str = report.report(list(results), report.staleness.Kernels("b" * 64, code, KERNELS, "13.0.88"))
     return text.splitlines()
 
 
 def with_code() -> dict[str, Any]:
-    return {"code": {name: digest * 64 for name, digest in CODE.items()}}
+    return {"code": {name: digest * 64 for name, digest in CODE.items()}, "compiler": "13.0.88"}
 
 
 def test_a_line_holds_both_protocols_the_limit_and_every_other_backend(report: Any) -> None:

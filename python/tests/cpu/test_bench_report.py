@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +33,30 @@ def report() -> Any:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A tree with the two documents, the kernels and no result."""
+def project(report: Any, tmp_path: Path) -> Path:
+    """A tree with the two documents, the kernels, their wheel and no result."""
     (tmp_path / "docs").mkdir()
     for name in DOCUMENTS:
         (tmp_path / name).write_text(DOCUMENT)
     left_out = shutil.ignore_patterns("build", "bench", "tests", "__pycache__")
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=left_out)
     (tmp_path / "python/benchmarks/results").mkdir(parents=True)
+    build(report, tmp_path)
     return tmp_path
+
+
+def build(report: Any, project: Path, *changed: str, compiler: str = "13.0.88") -> None:
+    """Leaves what is read of a wheel in dist/: of the project's kernels, the code of some other than it was."""
+    kernels = project / "kernels"
+    names = [name for found in report.staleness.variants(kernels).values() for name in found]
+    told = {
+        "build": {"kernels_sha256": report.staleness.hash_kernels(kernels), "compiler": compiler},
+        "wheel": {"code": {name: ("2" if name in changed else "1") * 64 for name in names}},
+    }
+    (project / "dist").mkdir(exist_ok=True)
+    with zipfile.ZipFile(project / "dist/mega_moe.whl", "w") as wheel:
+        for name, record in told.items():
+            wheel.writestr(f"mega_moe/_lib/{name}.json", json.dumps(record))
 
 
 def put(project: Path, name: str, result: Result) -> None:
@@ -48,8 +65,8 @@ def put(project: Path, name: str, result: Result) -> None:
 
 def hashes(report: Any, project: Path) -> dict[str, Any]:
     """What the environment of a result says that was measured with the kernels of `project`."""
-    kernels = report.staleness.Kernels.of(project / "kernels")
-    return {"kernels_sha256": kernels.sha256, "code": kernels.code}
+    kernels = report.staleness.Kernels.of(project)
+    return {"kernels_sha256": kernels.sha256, "code": kernels.code, "compiler": kernels.compiler}
 
 
 def test_without_results_the_documents_say_so_in_one_line(report: Any, project: Path) -> None:
@@ -110,8 +127,9 @@ def test_rows_are_stale_once_a_kernel_has_changed(report: Any, project: Path) ->
     report.main([], project)
     kernel = project / "kernels/device/kernel/sm90_stage.cuh"
     kernel.write_text(f"// Another comment.\n{kernel.read_text()}")
+    build(report, project)
     assert report.main(["--check"], project) == 0
-    kernel.write_text(f"{kernel.read_text()}constexpr int kNew = 1;\n")
+    build(report, project, "sm90_bf16_stage", "sm90_fp8_stage")
     assert report.main(["--check"], project) == 1
     report.main([], project)
     readme, text = ((project / name).read_text() for name in DOCUMENTS)
@@ -122,6 +140,33 @@ def test_rows_are_stale_once_a_kernel_has_changed(report: Any, project: Path) ->
     assert "| product bfloat16: 8192^3 |" in text
     assert "stale: `sm90_bf16_stage`, `sm90_fp8_stage` have changed since" in text
     assert report.main(["--check"], project) == 0
+    build(report, project, "sm90_bf16_stage", "sm90_fp8_stage", compiler="13.1.20")
+    report.main([], project)
+    for name in DOCUMENTS:
+        told = (project / name).read_text()
+        assert "(stale)" not in told
+        assert told.count("Not judged whether stale: measured with code of nvcc 13.0.88, the wheel") == 1
+
+
+def test_without_a_wheel_of_the_present_kernels_nothing_is_judged(
+    report: Any, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [(project / name).read_text() for name in DOCUMENTS]
+
+    def refused(*reasons: str) -> None:
+        for arguments in ([], ["--check"]):
+            assert report.main(arguments, project) == 1
+            told = capsys.readouterr().err
+            assert all(reason in told for reason in (*reasons, "build it: nox -s wheel"))
+        assert [(project / name).read_text() for name in DOCUMENTS] == before
+
+    (project / "kernels/host/new.cpp").write_text("int made_of() { return 1; }\n")
+    refused("mega_moe.whl", "built from kernels/ ", "wanted a wheel of the present ")
+    shutil.copy(project / "dist/mega_moe.whl", project / "dist/other.whl")
+    refused("got 2 wheels in dist/")
+    shutil.rmtree(project / "dist")
+    monkeypatch.setattr(report.staleness.importlib.util, "find_spec", lambda _: None)
+    refused("got 0 wheels in dist/ and none installed")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -191,7 +236,7 @@ def test_report_runs_without_torch(tmp_path: Path) -> None:
 
 
 def test_uneven_routing_and_peers_in_the_documents(report: Any, project: Path) -> None:
-    kernels = report.staleness.Kernels("b" * 64, {}, {})
+    kernels = report.staleness.Kernels("b" * 64, {}, {}, "13.0.88")
     text = report.full_report([uneven_and_peer()], kernels)
     assert "| 30B, T 16384, bf16 | grouped | backward | 10 (burst) |" in text
     assert "| 30B, T 16384, bf16, 4x to rank 0 | grouped | backward | 40 (burst) |" in text

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_round_trip() -> None:
     assert schema.loads(schema.dumps(sample())) == sample()
-    with_code = sample(code={"two": "2" * 64, "one": "1" * 64})
+    with_code = sample(code={"two": "2" * 64, "one": "1" * 64}, compiler="13.0.88")
     assert schema.loads(schema.dumps(with_code)) == with_code
     assert list(json.loads(schema.dumps(with_code))["environment"]["code"]) == ["one", "two"]
 
@@ -32,6 +32,7 @@ def test_round_trip() -> None:
 def test_a_result_without_code_is_read_and_written_as_it_was() -> None:
     text = schema.dumps(sample())
     assert '"code"' not in text
+    assert '"compiler"' not in text
     assert schema.loads(text).environment.code is None
 
 
@@ -113,6 +114,7 @@ def drop_environment(data: Any) -> None:
         ),
         (change("environment.num_ranks", 0), r"environment.num_ranks: got 0, wanted at least 1"),
         (change("environment.code", ["a"]), r"environment.code: got \['a'\], wanted an object"),
+        (change("environment.compiler", 13.0), r"environment.compiler: got 13.0, wanted str"),
         (change("environment.code", {"a": 1}), r"environment.code.a: got 1, wanted str"),
         (change("environment.code", {"a": "b"}), r"environment.code.a: got 'b', wanted 64 hex digits"),
     ],

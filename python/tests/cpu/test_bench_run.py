@@ -250,8 +250,9 @@ def test_code_is_that_of_the_kernels_that_the_device_runs(monkeypatch: pytest.Mo
     variants = ({"name": "a", "architecture": "90a"}, {"name": "b", "architecture": "100a"})
     monkeypatch.setattr(library, "variants", lambda: variants)
 
-    def built(**build: Any) -> None:
-        monkeypatch.setattr(library, "status", lambda: library.LibraryStatus(True, None, "here", build))
+    def built(loaded: bool = True, **record: Any) -> None:
+        monkeypatch.setattr(library, "status", lambda: library.LibraryStatus(loaded, None, "here"))
+        monkeypatch.setattr(library, "wheel_record", lambda: record)
 
     built(code={"a": "1" * 64, "b": "2" * 64})
     assert kernel_code((9, 0)) == {"a": "1" * 64}
@@ -259,6 +260,8 @@ def test_code_is_that_of_the_kernels_that_the_device_runs(monkeypatch: pytest.Mo
     assert kernel_code((8, 0)) == {}
     assert kernel_code(None) == {}
     built()
+    assert kernel_code((9, 0)) is None
+    built(loaded=False, code={"a": "1" * 64})
     assert kernel_code((9, 0)) is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +48,7 @@ class Where:
 
     code: dict[str, str] | None
     kernels_sha256: str | None = "old"
+    compiler: str | None = "13.0.88"
     num_sms: int | None = 132
 
 
@@ -69,11 +69,8 @@ MEASURED = {name: f"{name} as it was" for names in NAMES.values() for name in na
 def stale_after(staleness: ModuleType, row: Row, *edited: str, **where: Any) -> tuple[str, ...]:
     """What makes the row stale after an edit of some variants."""
     code = MEASURED | {name: f"{name} as it is" for name in edited}
-    return tuple(
-        staleness.changed(
-            row, Where(**({"code": MEASURED} | where)), staleness.Kernels("b" * 64, code, NAMES)
-        )
-    )
+    present = staleness.Kernels("b" * 64, code, NAMES, "13.0.88")
+    return tuple(staleness.changed(row, Where(**({"code": MEASURED} | where)), present))
 
 
 CASES = [
@@ -115,6 +112,8 @@ def test_a_row_is_stale_by_the_kernels_that_it_launches_and_no_others(
     for name in MEASURED:
         assert stale_after(staleness, row, name) == ((name,) if name in uses else ())
     assert stale_after(staleness, row, *MEASURED) == uses
+    for compiler in ("12.9.86", None):
+        assert stale_after(staleness, row, *MEASURED, compiler=compiler) == ()
 
 
 @pytest.mark.parametrize(("row", "uses"), CASES)
@@ -146,22 +145,26 @@ def test_a_kernel_that_the_measured_wheel_lacked(
 
 def test_kernels_of_another_architecture_and_those_that_are_gone(staleness: ModuleType) -> None:
     both = NAMES | {("forward", "bf16"): ("forward_bf16", "forward_of_another")}
-    more = staleness.Kernels("b", MEASURED | {"forward_of_another": "x"}, both)
+    more = staleness.Kernels("b", MEASURED | {"forward_of_another": "x"}, both, "13.0.88")
     assert staleness.changed(Row("layer"), Where(MEASURED), more) == ()
-    gone = staleness.Kernels("b", MEASURED, NAMES)
+    gone = staleness.Kernels("b", MEASURED, NAMES, "13.0.88")
     renamed = {name: digest for name, digest in MEASURED.items() if name != "forward_bf16"} | {"fwd": "x"}
     assert staleness.changed(Row("layer"), Where(renamed), gone) == ("fwd",)
     assert staleness.changed(Row("stage"), Where(renamed), gone) == ()
 
 
 def test_footnotes_name_what_changed(staleness: ModuleType) -> None:
-    kernels = staleness.Kernels("b" * 64, {}, {})
-    assert staleness.footnote(["b", "a", "b"], kernels).startswith(
-        "stale: `a`, `b` have changed since the rows"
-    )
-    assert staleness.footnote(["a"], kernels).startswith("stale: `a` has changed since the rows")
-    assert staleness.footnote([staleness.ANY], kernels).startswith(
-        "stale: the present `kernels/` is `bbbbbbbbbbbb`"
+    kernels = staleness.Kernels("b" * 64, {}, {}, "13.0.88")
+
+    def told(*names: str, **where: Any) -> str:
+        return "\n".join(staleness.footnote(names, Where(**({"code": MEASURED} | where)), kernels))
+
+    assert told("b", "a", "b").startswith("\nstale: `a`, `b` have changed since the rows")
+    assert told("a").startswith("\nstale: `a` has changed since the rows")
+    assert told(staleness.ANY, code=None).startswith("\nstale: the present `kernels/` is `bbbbbbbbbbbb`")
+    assert told() == told(code=None, compiler=None) == told(code={}, compiler="12.9.86") == ""
+    assert told(compiler="12.9.86") == (
+        "\nNot judged whether stale: measured with code of nvcc 12.9.86, the wheel here is of 13.0.88."
     )
 
 
@@ -174,30 +177,28 @@ def test_every_op_is_of_a_row_or_of_none(staleness: ModuleType) -> None:
     rows.append(Row(precision="fp8", dw_precision="fp8", **every))
     of_rows = {op for row in rows for op, _ in staleness.launched(row, True)}
     assert of_rows & staleness.UNMEASURED == set()
-    kernels = staleness.Kernels.of(ROOT / "kernels")
-    assert {op for op, _ in kernels.variants} == of_rows | staleness.UNMEASURED
-    assert {name for names in kernels.variants.values() for name in names} == set(kernels.code)
+    assert {op for op, _ in staleness.variants(ROOT / "kernels")} == of_rows | staleness.UNMEASURED
     for precision in PRECISIONS:
         request = Request(8, 128, 2, 256, 128, precision)
         pair = staleness.PRECISIONS.get(precision, (precision, precision))
         assert pair == (request.forward_precision, request.backward_precision)
 
 
-def test_rows_of_a_real_change(staleness: ModuleType, tmp_path: Path) -> None:
-    """One edit of a role of the backward, seen by the rows of the results that lie here."""
-    left_out = shutil.ignore_patterns("build", "bench", "tests", "__pycache__")
-    kernels = Path(shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=left_out))
-    code = staleness.Kernels.of(kernels).code
-    with (kernels / "device/role/backward_rows.cuh").open("a") as file:
-        file.write("constexpr int kNew = 1;\n")
-    now = staleness.Kernels.of(kernels)
+def test_rows_of_the_results_that_lie_here(staleness: ModuleType) -> None:
+    """Other code of the backward's kernels is seen by the rows that launch it, and by no others."""
+    names = staleness.variants(ROOT / "kernels")
     results = sorted((ROOT / "python/benchmarks/results").glob("*.json"))
     assert results
     seen = set()
     for path in results:
-        for row in schema.read(path).rows:
+        result = schema.read(path)
+        where = result.environment
+        assert where.code is not None
+        code = {name: "0" * 64 if "_backward" in name else digest for name, digest in where.code.items()}
+        now = staleness.Kernels("b" * 64, code, names, where.compiler)
+        for row in result.rows:
             if row.outcome.status == "measured":
-                stale = staleness.changed(row, Where(dict(code)), now)
+                stale = staleness.changed(row, where, now)
                 runs_backward = (
                     isinstance(row, schema.LayerRow)
                     and row.backend == "fused"

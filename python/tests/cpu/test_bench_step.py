@@ -262,7 +262,7 @@ def test_the_readme_gets_the_newest_of_each_model(report: ModuleType, tmp_path: 
     }
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(schema.dumps(content))
-    same, other = (report.staleness.Kernels(digest * 64, {}, {}) for digest in "bc")
+    same, other = (report.staleness.Kernels(digest * 64, {}, {}, "13.0.88") for digest in "bc")
     text = report.report([], same, report.newest_steps(tmp_path))
     assert "9.000" not in text
     assert "| fused | bf16 | 3.250 | 8192 | 40.0% | 1.000 | 9 | 100.0 | 1.20 |" in text

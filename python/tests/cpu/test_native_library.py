@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_build_record(ops: Any) -> None:
     assert record["torch_target"] == "2.10"
     assert record["architectures"] == sorted({v["architecture"] for v in library.variants()})
     assert len(record["kernels_sha256"]) == 64
-    assert set(record["code"]) == {v["name"] for v in library.variants()}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", record["compiler"])
 
 
 def test_is_built_from_these_sources() -> None:
@@ -58,14 +59,8 @@ def test_is_built_from_these_sources() -> None:
     script = Path(__file__).resolve().parents[3] / "kernels" / "hash_kernels.py"
     if not script.exists():
         pytest.skip("the sources of the kernels are not beside the tests")
-    digest, code = (
-        subprocess.run(
-            [sys.executable, script, *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for words in ([], ["--variants"])
-    )
-    assert library.build_record()["kernels_sha256"] == digest
-    assert library.build_record()["code"] == json.loads(code)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert library.build_record()["kernels_sha256"] == done.stdout.strip()
 
 
 @pytest.mark.parametrize(
