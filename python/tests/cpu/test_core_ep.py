@@ -104,13 +104,13 @@ def faulty(rank: int, fault: str) -> float:
             back[-1] = 0
             return back
 
-        def scale(self: Any, *args: Any) -> Any:
-            dx, dtopk, dw1, dw2 = backward(self, *args)
-            return dx, dtopk, 2 * dw1, dw2  # type: ignore[operator]
+        def scale(self: Any, *args: Any, **options: Any) -> Any:
+            got = backward(self, *args, **options)
+            return got._replace(dw_gate_up=2 * got.dw_gate_up)  # type: ignore[operator]
 
-        def only_local(self: Any, *args: Any) -> Any:
-            dx, dtopk, dw1, dw2 = backward(self, *args)
-            return dx, torch.where(args[2] // 4 == rank, dtopk, 0), dw1, dw2
+        def only_local(self: Any, dy: Tensor, inputs: Any, *args: Any, **options: Any) -> Any:
+            got = backward(self, dy, inputs, *args, **options)
+            return got._replace(dtopk=torch.where(inputs.topk_idx // 4 == rank, got.dtopk, 0))
 
         name, patched = {
             "lost row": ("_return", lose_a_row),

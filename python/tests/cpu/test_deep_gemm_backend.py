@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mega_moe import BackendRefusedError, LibraryError
-from mega_moe._base.activation import Activation
 from mega_moe._backends import deep_gemm_library
 from mega_moe._backends.arithmetic import Experts, RowGrads, Wanted
 from mega_moe._backends.deep_gemm import DeepGemmArithmetic
 from mega_moe._backends.grouped import GroupedArithmetic
+from mega_moe._base.activation import Activation
 from mega_moe.testing import relative_l2
 
 HIDDEN, INNER = 64, 32
@@ -96,7 +96,12 @@ def rows(counts: list[int], clamp: float | None = None) -> tuple[Tensor, Tensor,
     gate_up = normal(experts, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5)
     down = normal(experts, HIDDEN, INNER, scale=INNER**-0.5)
     weight = torch.rand(total, generator=rng) - 0.2
-    return normal(total, HIDDEN), normal(total, HIDDEN), weight, Experts(gate_up, down, counts, Activation(clamp=clamp))
+    return (
+        normal(total, HIDDEN),
+        normal(total, HIDDEN),
+        weight,
+        Experts(gate_up, down, counts, Activation(clamp=clamp)),
+    )
 
 
 @pytest.mark.parametrize("counts", [[1, 7, 31, 33, 16, 0, 44], [0, 0, 5], [5, 0, 0], [16, 32], [1]], ids=str)

@@ -109,7 +109,7 @@ class Ranks:
     def __init__(self, spoil: float) -> None:
         self._spoil = spoil
 
-    def weights(self, rank: int, layer: _forward.Layer) -> None:
+    def forward_copies(self, rank: int, layer: _forward.Layer) -> None:
         pass
 
     def poison(self, word: int) -> None:
@@ -127,7 +127,7 @@ def test_cases_of_the_memory_checker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spoil: float
 ) -> None:
     def made(*_: Any, **options: Any) -> Ranks:
-        assert options["quantize"]
+        assert options["precision"] == "fp8"
         return Ranks(spoil)
 
     monkeypatch.setattr(memcheck_forward_fp8, "new_ranks", made)
