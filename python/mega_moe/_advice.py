@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mega_moe._backends.facts import RankFacts
+if TYPE_CHECKING:
+    from mega_moe._backends.facts import RankFacts
 
 
 @dataclass(frozen=True)

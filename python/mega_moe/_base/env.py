@@ -22,6 +22,11 @@ def _flag(name: str) -> bool:
     return value == "1"
 
 
+def given() -> dict[str, str]:
+    """The package's variables that are set, with their values."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
 def backend() -> str | None:
     """The backend named by MEGA_MOE_BACKEND, or None. The name is checked where it is used."""
     return os.environ.get("MEGA_MOE_BACKEND") or None

@@ -27,12 +27,15 @@ before = dict(os.environ), libraries(), threading.active_count(), set(sys.module
 opened = []
 sys.addaudithook(lambda event, args: opened.append((event, str(args[0]))) if event in AUDITED else None)
 import mega_moe
+bare = set(sys.modules) - before[3]
+_ = mega_moe.moe  # brings the layer with all that it needs
 events = [e for e in opened if not e[1].endswith((".py", ".pyc"))]
 after = dict(os.environ), libraries(), threading.active_count(), set(sys.modules)
 print(json.dumps({
     "environment": before[0] == after[0],
     "libraries": sorted(set(after[1]) - set(before[1])),
     "threads": after[2] - before[2],
+    "bare": sorted(bare),
     "modules": sorted(after[3] - before[3]),
     "events": events,
     "cuda": torch.cuda.is_initialized(),
@@ -61,6 +64,7 @@ for _ in range(10):
     if os.fork() == 0:
         start = time.process_time()
         import mega_moe
+        _ = mega_moe.moe
         os.write(writer, f"{1e3 * (time.process_time() - start):.2f} ".encode())
         os._exit(0)
     os.wait()
@@ -116,6 +120,20 @@ def test_import_needs_torch_alone(report: dict[str, Any]) -> None:
         "mega_moe.deep_gemm",
     )
     assert not [name for name in report["modules"] if name.startswith(above)]
+
+
+def test_the_import_alone_brings_nothing(report: dict[str, Any]) -> None:
+    assert report["bare"] == ["mega_moe"]
+
+
+def test_the_import_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import mega_moe; print(mega_moe.__version__, dir(mega_moe))"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "'MoEBuffer'" in done.stdout
+    assert done.stdout.startswith(mega_moe.__version__)
 
 
 def test_public_names(report: dict[str, Any]) -> None:

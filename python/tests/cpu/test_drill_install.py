@@ -254,7 +254,8 @@ def test_import_before_a_worker_starts(how: str, tmp_path: Path) -> None:
         "import multiprocessing, sys\nimport mega_moe, torch\n"
         f"def work():\n    exec({TRAIN!r})\n    sys.stdout.flush()\n"
         "if __name__ == '__main__':\n"
-        "    status = mega_moe._ops.library.status()\n    assert not torch.cuda.is_initialized()\n"
+        "    from mega_moe._ops import library\n    _ = mega_moe.moe, library.status()\n"
+        "    assert not torch.cuda.is_initialized()\n"
         f"    torch.set_num_threads(1)\n    context = multiprocessing.get_context({how!r})\n"
         "    worker = context.Process(target=work)\n    worker.start()\n    worker.join(120)\n"
         "    sys.exit(worker.exitcode)\n"
@@ -274,7 +275,10 @@ def test_import_before_a_worker_starts(how: str, tmp_path: Path) -> None:
 
 def test_import_before_torch(copied: Path) -> None:
     """The order of imports does not matter; the library on its own could not even be opened."""
-    done = python("import mega_moe, torch; print(mega_moe._ops.library.status().loaded)", path=copied)
+    done = python(
+        "import mega_moe, torch; from mega_moe._ops import library; print(library.status().loaded)",
+        path=copied,
+    )
     assert done.stdout == "True\n", done.stderr
     path = copied / "mega_moe/_lib/mega_moe_ops.so"
     done = python(f"import ctypes; ctypes.CDLL({str(path)!r})")
@@ -282,7 +286,7 @@ def test_import_before_torch(copied: Path) -> None:
 
 
 def test_no_torch_at_all(copied: Path) -> None:
-    done = python("import sys; sys.modules['torch'] = None; import mega_moe", path=copied)
+    done = python("import sys; sys.modules['torch'] = None; import mega_moe; mega_moe.moe", path=copied)
     assert done.returncode == 1
     assert "torch" in done.stderr.splitlines()[-1]
 
