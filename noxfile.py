@@ -81,11 +81,13 @@ def cuda_compiler(build: Environment) -> str:
 
 
 def build_environment(session: nox.Session) -> Environment:
-    """The environment `build`: torch's headers, CMake and its helpers, and CUDACXX as the compiler to use."""
+    """The environment `build`: torch's headers, CMake, its helpers, CUDACXX and, where there is one, a compiler cache."""
     build = Environment(session, "build")
     # One command for all: torch's pin decides before `torch>=` of the build requirements can ask for a newer one.
     build.install(*requirements("torch", "build", "repair"), *PROJECT["build-system"]["requires"])
     build.env["CUDACXX"] = cuda_compiler(build)
+    if cache := shutil.which("ccache"):
+        build.env |= {f"CMAKE_{language}_COMPILER_LAUNCHER": cache for language in ("CXX", "CUDA")}
     return build
 
 
@@ -347,6 +349,7 @@ def reproducible(session: nox.Session) -> None:
     kept = ROOT / "build" / "first"
     for again in (False, True):
         build = build_environment(session)
+        build.env["CCACHE_DISABLE"] = "1"
         # Where the wheel is built stays the same: compilers name some symbols after the path.
         for folder in (ROOT / "build").glob("py3-none-*"):
             shutil.rmtree(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -15,11 +16,19 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {}"
 
 
-def ci_run(tmp_path: Path, readme: str) -> subprocess.CompletedProcess[str]:
+INSTALL = "apt-get install one two\n"
+
+
+def ci_run(tmp_path: Path, readme: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """.ci/run beside `readme`; `path`: the only folder of programs."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
     (tmp_path / "README.md").write_text(readme)
-    return subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **({"PATH": str(path)} if path else {})}
+    bash = shutil.which("bash") or ""
+    return subprocess.run(
+        [bash, ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("session", ["demo", "tests"])
@@ -30,13 +39,29 @@ def test_each_command_is_one_line_of_the_readme(session: str) -> None:
 @pytest.mark.parametrize("code", [0, 7])
 def test_ci_runs_the_readme_command_and_exits_with_its_code(code: int, tmp_path: Path) -> None:
     line = f"python3 -m venv --help > /dev/null && echo seen && exit {code} -s tests"
-    answer = ci_run(tmp_path, f"text\n```bash\n{line.replace(' -s', '; : -s')}\n```\n")
+    answer = ci_run(tmp_path, f"text\n```bash\n{line.replace(' -s', '; : -s')}\n```\n{INSTALL}")
     assert answer.returncode == code, answer.stderr
     assert answer.stdout.splitlines()[-1] == "seen"
 
 
-@pytest.mark.parametrize("readme", ["no command\n", f"{COMMAND.format('tests')}\n" * 2])
-def test_ci_refuses_a_readme_without_exactly_one_command(readme: str, tmp_path: Path) -> None:
+def test_ci_installs_what_the_readme_names_and_nothing_else(tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("bash", "dirname", "grep", "python3"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    (programs / "apt-get").write_text(f'#!{programs}/bash\necho "$@" >> {tmp_path}/asked\n')
+    (programs / "apt-get").chmod(0o755)
+    answer = ci_run(tmp_path, f"{INSTALL}python3 -m venv -h >/dev/null; : -s tests\n", programs)
+    assert answer.returncode == 0, answer.stderr
+    (install,) = (line for line in (tmp_path / "asked").read_text().splitlines() if "install" in line)
+    assert [word for word in install.split() if not word.startswith("-")] == ["install", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    "readme",
+    [f"no command\n{INSTALL}", COMMAND.format("tests"), f"{INSTALL}{COMMAND.format('tests')}\n" * 2],
+)
+def test_ci_refuses_a_readme_without_exactly_one_line_of_each(readme: str, tmp_path: Path) -> None:
     answer = ci_run(tmp_path, readme)
     assert answer.returncode == 1
     assert "want 1" in answer.stderr
