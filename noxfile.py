@@ -81,7 +81,7 @@ def cuda_compiler(build: Environment) -> str:
 
 
 def build_environment(session: nox.Session) -> Environment:
-    """The environment `build`: torch's headers, CMake, its helpers, CUDACXX and, where there is one, a compiler cache."""
+    """The environment `build`: torch's headers, CMake, its helpers, CUDACXX, and a compiler cache if there is one."""
     build = Environment(session, "build")
     # One command for all: torch's pin decides before `torch>=` of the build requirements can ask for a newer one.
     build.install(*requirements("torch", "build", "repair"), *PROJECT["build-system"]["requires"])
