@@ -305,6 +305,22 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session
+def sdist(session: nox.Session) -> None:
+    """Build the source package into dist/, then from it, without a CUDA compiler, a package of the plain backends."""
+    use, out = Environment(session, "sdist"), ROOT / "build" / "sdist"
+    use.install(*requirements("torch", "build", "test"))
+    shutil.rmtree(out, ignore_errors=True)
+    use.run("python", "-m", "build", "--sdist", "--outdir", out, ROOT)
+    (made,) = out.glob("*.tar.gz")
+    without = {"MEGA_MOE_BUILD_KERNELS": "0", "CUDACXX": "/nonexistent"}
+    use.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", made, env=without)
+    use.run("mega-moe", "doctor")
+    use.run("pytest", "python/tests/cpu/test_core_semantics.py", env={"MEGA_MOE_REQUIRE_INSTALLED": "1"})
+    DIST.mkdir(exist_ok=True)
+    shutil.copy(made, DIST)
+
+
+@nox.session
 def check_wheel(session: nox.Session) -> None:
     """Build the wheel and judge it: tag, needed libraries, symbols, stable ABI, architectures, size."""
     built = build_wheel(build_environment(session))

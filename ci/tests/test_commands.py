@@ -90,6 +90,6 @@ def test_every_session_says_what_it_does() -> None:
     ]
     assert {node.name for node in functions} >= {
         "demo", "tests", "lint", "types", "layers", "wheel", "check_wheel", "tests_gpu", "bench", "docs",
-        "targets", "index", "reproducible", "wheel_manylinux", "tests_wheel", "release_files", "release_check",
+        "targets", "index", "sdist", "reproducible", "wheel_manylinux", "tests_wheel", "release_files", "release_check",
     }  # fmt: skip
     assert [node.name for node in functions if not ast.get_docstring(node)] == []

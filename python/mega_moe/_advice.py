@@ -41,6 +41,8 @@ def _library(fact: RankFacts) -> Iterator[str]:
     reason = fact.library_reason or ""
     if "needs torch" in reason:
         yield f"{reason}: pip install --upgrade torch"
+    elif "holds no kernels" in reason:
+        yield f"{reason}: a wheel, or a build with a CUDA compiler, holds them"
     elif "does not load" in reason:
         yield f"the compiled library is there and cannot be used: {reason}"
     else:

@@ -79,7 +79,10 @@ def status() -> LibraryStatus:
             False, f"torch is {torch.__version__}, the library needs torch >= {want}", str(path)
         )
     if not path.is_file():
-        return LibraryStatus(False, f"{path} is missing: this is not an installed mega-moe wheel", str(path))
+        why = f"{path} is missing: this is not an installed mega-moe wheel"
+        if build_record().get("architectures") == []:
+            why = "this build holds no kernels, it was made with MEGA_MOE_BUILD_KERNELS=0"
+        return LibraryStatus(False, why, str(path))
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
