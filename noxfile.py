@@ -247,7 +247,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Every gate, then the CPU tests on the installed wheel. Takes pytest's arguments."""
+    """lint, types, layers, docs, check_wheel, targets, then the CPU tests on the new wheel: [pytest's arguments]."""
     need_python_of_the_tools(session)
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
@@ -380,10 +380,10 @@ def reproducible(session: nox.Session) -> None:
 
 @nox.session
 def tests_wheel(session: nox.Session) -> None:
-    """Install a wheel, build nothing, judge it and run the CPU tests: [WHEEL] [pytest's arguments]."""
+    """Install a wheel, build nothing and run the CPU tests on it: WHEEL [pytest's arguments]."""
     wheel, arguments = given_wheel(session.posargs)
     if wheel is None:
-        session.error("got no wheel, want the path of one, or exactly one in dist/")
+        session.error(f"got {session.posargs}, want the path of a wheel")
     use = Environment(session, "use")
     use.install(f"{wheel}[demo]", *requirements("torch", "test"))
     use.install("--force-reinstall", "--no-deps", wheel)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,24 @@ def test_the_readme_example_runs(tmp_path: Path) -> None:
     backend, *_ = answer.stdout.split()
     assert backend in {"grouped", "reference"}
     assert "torch.Size([32, 256])" in answer.stdout
+
+
+def test_a_build_without_kernels_needs_no_compiler(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core", reason="comes with the dependency group build")
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path)
+    environment = {
+        **os.environ,
+        "MEGA_MOE_BUILD_KERNELS": "0",
+        "CUDACXX": "/nonexistent",
+        "CXX": "/nonexistent",
+    }
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, ROOT], env=environment, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert json.loads(archive.read("mega_moe/_lib/build.json"))["architectures"] == []
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert "Requires-Dist: torch>=2.10" in archive.read(metadata).decode()
 
 
 def test_every_session_says_what_it_does() -> None:

@@ -192,6 +192,20 @@ def run_pytest(folder: Path, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+def test_tests_of_big_memory_wait_for_one_another(tmp_path: Path) -> None:
+    shutil.copy(CONFTEST, tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  big_memory\n")
+    (tmp_path / "test_one.py").write_text(
+        "import pathlib, time, pytest\ndef note(word):\n"
+        "    with (pathlib.Path(__file__).parent / 'notes').open('a') as notes: notes.write(word)\n"
+        "@pytest.mark.big_memory\ndef test_one():\n    note('begin '); time.sleep(2); note('end ')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path) for _ in range(2)]
+    assert [process.wait(120) for process in both] == [0, 0]
+    assert (tmp_path / "notes").read_text() == "begin end begin end "
+
+
 def test_a_gpu_test_is_skipped_with_a_reason(tmp_path: Path) -> None:
     done = run_pytest(tmp_path)
     assert done.returncode == 0, done.stdout

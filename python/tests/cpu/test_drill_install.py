@@ -193,6 +193,18 @@ def test_wheel_without_its_library(copied: Path) -> None:
     assert python(TRAIN, path=copied).stdout == "trained on grouped\n"
 
 
+def test_a_build_without_kernels_says_so(copied: Path) -> None:
+    (copied / "mega_moe/_lib/mega_moe_ops.so").unlink()
+    (copied / "mega_moe/_lib/build.json").write_text('{"version": "0.1.0", "architectures": [], "code": {}}')
+    done = python(DOCTOR, path=copied)
+    assert done.returncode == 0, done.stderr
+    why = "this build holds no kernels, it was made with MEGA_MOE_BUILD_KERNELS=0"
+    assert f"advice: {why}: a wheel, or a build with a CUDA compiler, holds them" in done.stdout.splitlines()
+    explained = python(DOCTOR.replace("doctor", "explain"), path=copied).stdout
+    assert f"fused: refused: the compiled library is not loaded: {why}" in explained
+    assert "chosen: grouped" in explained
+
+
 def test_glibc_too_old(copied: Path) -> None:
     """The same library, asking for a symbol version that no system has."""
     path = copied / "mega_moe/_lib/mega_moe_ops.so"
