@@ -81,11 +81,13 @@ def cuda_compiler(build: Environment) -> str:
 
 
 def build_environment(session: nox.Session) -> Environment:
-    """The environment `build`: torch's headers, CMake and its helpers, and CUDACXX as the compiler to use."""
+    """The environment `build`: torch's headers, CMake, its helpers, CUDACXX, and a compiler cache if there is one."""
     build = Environment(session, "build")
     # One command for all: torch's pin decides before `torch>=` of the build requirements can ask for a newer one.
     build.install(*requirements("torch", "build", "repair"), *PROJECT["build-system"]["requires"])
     build.env["CUDACXX"] = cuda_compiler(build)
+    if cache := shutil.which("ccache"):
+        build.env |= {f"CMAKE_{language}_COMPILER_LAUNCHER": cache for language in ("CXX", "CUDA")}
     return build
 
 
@@ -245,7 +247,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Every gate, then the CPU tests on the installed wheel. Takes pytest's arguments."""
+    """lint, types, layers, docs, check_wheel, targets, then the CPU tests on the new wheel: [pytest's arguments]."""
     need_python_of_the_tools(session)
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
@@ -307,6 +309,22 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session
+def sdist(session: nox.Session) -> None:
+    """Build the source package into dist/, then from it, without a CUDA compiler, a package of the plain backends."""
+    use, out = Environment(session, "sdist"), ROOT / "build" / "sdist"
+    use.install(*requirements("torch", "build", "test"))
+    shutil.rmtree(out, ignore_errors=True)
+    use.run("python", "-m", "build", "--sdist", "--outdir", out, ROOT)
+    (made,) = out.glob("*.tar.gz")
+    without = {"MEGA_MOE_BUILD_KERNELS": "0", "CUDACXX": "/nonexistent"}
+    use.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", made, env=without)
+    use.run("mega-moe", "doctor")
+    use.run("pytest", "python/tests/cpu/test_core_semantics.py", env={"MEGA_MOE_REQUIRE_INSTALLED": "1"})
+    DIST.mkdir(exist_ok=True)
+    shutil.copy(made, DIST)
+
+
+@nox.session
 def check_wheel(session: nox.Session) -> None:
     """Build the wheel and judge it: tag, needed libraries, symbols, stable ABI, architectures, size."""
     built = build_wheel(build_environment(session))
@@ -351,6 +369,7 @@ def reproducible(session: nox.Session) -> None:
     kept = ROOT / "build" / "first"
     for again in (False, True):
         build = build_environment(session)
+        build.env["CCACHE_DISABLE"] = "1"
         # Where the wheel is built stays the same: compilers name some symbols after the path.
         for folder in (ROOT / "build").glob("py3-none-*"):
             shutil.rmtree(folder)
@@ -365,10 +384,10 @@ def reproducible(session: nox.Session) -> None:
 
 @nox.session
 def tests_wheel(session: nox.Session) -> None:
-    """Install a wheel, build nothing, judge it and run the CPU tests: [WHEEL] [pytest's arguments]."""
+    """Install a wheel, build nothing and run the CPU tests on it: WHEEL [pytest's arguments]."""
     wheel, arguments = given_wheel(session.posargs)
     if wheel is None:
-        session.error("got no wheel, want the path of one, or exactly one in dist/")
+        session.error(f"got {session.posargs}, want the path of a wheel")
     use = Environment(session, "use")
     use.install(f"{wheel}[demo]", *requirements("torch", "test"))
     use.install("--force-reinstall", "--no-deps", wheel)

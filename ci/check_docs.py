@@ -2,7 +2,7 @@
 
     python ci/check_docs.py [ROOT]
 
-Reads README.md, CHANGELOG.md and docs/*.md of ROOT. Checked are
+Reads *.md and docs/*.md of ROOT. Checked are
 - paths, in links, in `code` and in shell blocks: they exist, or .gitignore names their folder (a command makes them);
 - `nox -s SESSION`: noxfile.py defines it;
 - `mega-moe COMMAND --flag`: the command line of ROOT/python answers `mega-moe COMMAND --help` and lists the flag;
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/*.md")
+DOCUMENTS = ("*.md", "docs/*.md")
 ENVIRONMENT_TABLE = "python/mega_moe/_base/env.py"
 SUFFIXES = r"\.(?:py|md|toml|sh|cu|cuh|h|hpp|cpp|cmake|txt|json|png|so|yml|yaml)"
 

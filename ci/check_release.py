@@ -4,8 +4,8 @@
 
 Without FOLDER only version and changelog are judged, before anything is built. FOLDER holds what will be published:
 every wheel of ci/matrix.toml with its label, and those of the default flavour a second time without a label, for the
-package index. Each is judged by check_wheel.py, must have the platform tag of the matrix and must come from the same
-clean commit. Prints one line per fault and exits 1 when there is any.
+package index, with the source package. Each wheel is judged by check_wheel.py, must have the platform tag of the matrix
+and must come from the same clean commit. Prints one line per fault and exits 1 when there is any.
 """
 
 from __future__ import annotations
@@ -86,8 +86,12 @@ def faults_of(
     found = version_faults(tag, root)
     if folder is None:
         return found
-    want = wanted_names(matrix.load(root / "ci/matrix.toml"), tag.removeprefix("v"))
+    version = tag.removeprefix("v")
+    want = wanted_names(matrix.load(root / "ci/matrix.toml"), version)
     got = {path.name for path in folder.glob("*.whl")}
+    archives = [path.name for path in folder.glob("*.tar.gz")]
+    if archives != [f"mega_moe-{version}.tar.gz"]:
+        found.append(f"source packages are {archives}, must be mega_moe-{version}.tar.gz")
     found += [f"a hole in the matrix: {name} is missing" for name in sorted(want - got)]
     found += [f"{name} is not in the matrix" for name in sorted(got - want)]
     names = sorted(want & got)

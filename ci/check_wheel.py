@@ -75,8 +75,11 @@ def metadata_faults(metadata: str, wheel: str, build: dict[str, object], version
         )
     if set(build) != BUILD_KEYS:
         faults.append(f"build.json has {sorted(build)}, must have {sorted(BUILD_KEYS)}")
+    if link := finish_wheel.RELATIVE_LINK.search(str(message.get_payload())):
+        faults.append(f"the description links to {link[2]}, which the package index does not have")
     # build.json knows no local label such as +cu130: one binary, labelled when it is published.
-    plain = version.partition("+")[0] if version is not None else None
+    # The library is of the coming version, whatever the night it is built in.
+    plain = re.sub(r"(?:\.dev\d+)?(?:\+.*)?$", "", version) if version is not None else None
     for place, got, want in (
         ("METADATA", message.get("Version"), version),
         ("build.json", build.get("version"), plain),

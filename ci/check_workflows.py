@@ -31,6 +31,8 @@ SESSION = re.compile(r"\bnox -s (\S+)")
 BUILDING_SESSIONS = {"wheel", "check_wheel", "wheel_manylinux", "reproducible", "tests", "demo"}
 PINNED = re.compile(r"uses: (?:[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d\S*|\$/\.github/workflows/\w+\.yml)$")
 PUBLISHES = "--draft=false"
+# By its label, or as the machine with a GPU that ci/matrix.toml names for a wheel.
+OWN_MACHINE = re.compile(r"\bself-hosted\b|\bmatrix\.wheel\.gpu\b")
 
 
 def sessions(root: Path) -> set[str]:
@@ -72,7 +74,7 @@ def job_faults(name: str, job: dict[str, Any], known: set[str]) -> Iterator[str]
     for run in runs:
         if found := BUILDS.search(run):
             yield f"{name}: does itself what a nox session is for: {found.group().strip()}"
-    if "self-hosted" in job["runs-on"]:
+    if OWN_MACHINE.search(str(job["runs-on"])):
         for session in called(job):
             line = next(run for run in runs if "nox -s" in run)
             if session in BUILDING_SESSIONS or ".whl" not in line:

@@ -1,15 +1,17 @@
 """Makes the wheel that is published out of the one that the build wrote.
 
-    python ci/finish_wheel.py WHEEL FOLDER --commit COMMIT
+    python ci/finish_wheel.py WHEEL FOLDER --commit COMMIT [--nightly YYYYMMDD]
     python ci/finish_wheel.py LABELLED_WHEEL FOLDER --strip-label
 
 1. auditwheel gives the platform tag that the binary's symbols allow. It may graft nothing: torch is the user's, and
    nothing else is needed.
 2. The version gets the local label of the CUDA version, such as 0.1.0+cu130. The package index refuses labels:
-   --strip-label makes the same wheel without one.
-3. mega_moe/_lib/wheel.json says label, commit and the other flavours, so that errors can name what to install. It
+   --strip-label makes the same wheel without one. --nightly, or MEGA_MOE_NIGHTLY, makes it 0.1.0.devYYYYMMDD+cu130.
+3. Links of the README into the repository lead nowhere on the package index: they become absolute where the project
+   has an address (project.urls, Source), else the words that they stand on.
+4. mega_moe/_lib/wheel.json says label, commit and the other flavours, so that errors can name what to install. It
    holds the hash of each kernel's machine code too, by which benchmark results are judged: see kernel_code.py.
-4. A bill of materials in dist-info/sboms lists what was linked in.
+5. A bill of materials in dist-info/sboms lists what was linked in.
 The same input gives the same bytes. Needs the dependency group `repair`; prints the path of the new wheel.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -36,6 +39,7 @@ BUILD = "mega_moe/_lib/build.json"
 KERNELS = "mega_moe/_lib/kernels.json"
 WHEEL_RECORD = "mega_moe/_lib/wheel.json"
 SBOM = "sboms/mega-moe.cdx.json"
+RELATIVE_LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:)([^)]*)\)")
 COMMIT = re.compile(r"[0-9a-f]{40}(?:\+changes)?|unknown")
 
 
@@ -169,6 +173,16 @@ def with_version(files: dict[str, bytes], version: str) -> dict[str, bytes]:
     return moved
 
 
+def with_absolute_links(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files with a description whose every link leads somewhere, or is none."""
+    name = f"{wheel_file.info_folder(files)}/METADATA"
+    head, _, description = files[name].decode().partition("\n\n")
+    source = re.search(r"^Project-URL: Source, (\S+)$", head, re.MULTILINE)
+    plain = version_of(files).partition("+")[0]
+    to = rf"[\1]({source[1]}/blob/v{plain}/\2)" if source else r"\1"
+    return {**files, name: f"{head}\n\n{RELATIVE_LINK.sub(to, description)}".encode()}
+
+
 def version_of(files: dict[str, bytes]) -> str:
     return wheel_file.info_folder(files).removeprefix("mega_moe-").removesuffix(".dist-info")
 
@@ -181,8 +195,10 @@ def save(folder: Path, tags: str, files: dict[str, bytes], torch: str) -> Path:
     return path
 
 
-def finish(wheel: Path, folder: Path, commit: str, torch: str) -> Path:
+def finish(wheel: Path, folder: Path, commit: str, torch: str, nightly: str = "") -> Path:
     """Path of the published form of `wheel` in `folder`; ValueError says what is wrong with the input."""
+    if not re.fullmatch(r"(?:\d{8})?", nightly):
+        raise ValueError(f"nightly: got {nightly!r}, want a date as YYYYMMDD")
     if not COMMIT.fullmatch(commit):
         raise ValueError(f"commit: got {commit!r}, want 40 digits, with '+changes' where the tree differs")
     with tempfile.TemporaryDirectory() as scratch:
@@ -195,7 +211,8 @@ def finish(wheel: Path, folder: Path, commit: str, torch: str) -> Path:
     build = json.loads(files[BUILD])
     files[WHEEL_RECORD] = as_json(wheel_record(build, commit, code_of(files)))
     del files[KERNELS]
-    return save(folder, tags, with_version(files, f"{plain}+{label_of(build)}"), torch)
+    version = f"{plain}{f'.dev{nightly}' if nightly else ''}+{label_of(build)}"
+    return save(folder, tags, with_absolute_links(with_version(files, version)), torch)
 
 
 def strip_label(wheel: Path, folder: Path) -> Path:
@@ -216,12 +233,14 @@ def main(arguments: list[str]) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--commit", help="what it was built from")
     what.add_argument("--strip-label", action="store_true", help="only take the label off a finished wheel")
+    dated = os.environ.get("MEGA_MOE_NIGHTLY", "")
+    parser.add_argument("--nightly", metavar="YYYYMMDD", default=dated, help="a version with this date")
     given = parser.parse_args(arguments)
     try:
         if given.strip_label:
             print(strip_label(given.wheel, given.folder))
         else:
-            print(finish(given.wheel, given.folder, given.commit, metadata.version("torch")))
+            print(finish(given.wheel, given.folder, given.commit, metadata.version("torch"), given.nightly))
     except (ValueError, FileNotFoundError, metadata.PackageNotFoundError) as error:
         print(f"finish_wheel: {error}", file=sys.stderr)
         return 1

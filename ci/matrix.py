@@ -1,7 +1,6 @@
 """Reads ci/matrix.toml, the one list of published wheels, and refuses files that say otherwise.
 
-    python ci/matrix.py wheels [LABEL PLATFORM]   one wheel per flavour and platform
-    python ci/matrix.py default                   label of the wheel that the package index gets
+    python ci/matrix.py wheels [LABEL PLATFORM]   one wheel per image
     python ci/matrix.py torch                     versions of torch that the GPU runners test
     python ci/matrix.py pythons                   versions of Python that the wheel is tested with
     python ci/matrix.py check                     every file that repeats a fact of the matrix agrees with it
@@ -30,9 +29,10 @@ TABLE_FILE = "docs/installing.md"
 
 # Keys, with the type of their values; nothing else may stand there.
 WHEEL_KEYS = {
-    "policy": str, "platforms": list, "torch_floor": str, "pythons": list, "torch_tested": list, "default": str,
+    "policy": str, "torch_floor": str, "cuda_floor": str, "pythons": list, "torch_tested": list, "default": str,
 }  # fmt: skip
 CUDA_KEYS = {"label": str, "version": str, "driver": int, "architectures": list, "images": dict}
+RUNNER_KEYS = {"build": str, "gpu": list}
 # What each file repeats: file, pattern whose groups hold the fact, and the fact as the matrix says it.
 REPEATED: tuple[tuple[str, str, str], ...] = (
     ("pyproject.toml", r'requires-python = ">=([\d.]+)"', "{python}"),
@@ -59,12 +59,12 @@ class Flavour:
 @dataclass(frozen=True)
 class Matrix:
     policy: str
-    platforms: tuple[str, ...]
     torch_floor: str
+    cuda_floor: str
     pythons: tuple[str, ...]
     torch_tested: tuple[str, ...]
     default: str
-    runners: dict[str, str]
+    runners: dict[str, dict[str, Any]]
     flavours: tuple[Flavour, ...]
 
     def flavour(self, label: str) -> Flavour:
@@ -73,20 +73,19 @@ class Matrix:
                 return flavour
         raise ValueError(f"flavour: got {label!r}, want one of {[f.label for f in self.flavours]}")
 
-    def wheels(self) -> list[dict[str, str]]:
-        """Every wheel of a release. ``image`` is empty where its digest has not been pinned."""
+    def wheels(self) -> list[dict[str, Any]]:
+        """Every wheel of a release; ``runner`` builds it, ``gpu`` are the labels of a machine that tests it."""
         return [
             {
                 "label": flavour.label,
                 "cuda": flavour.version,
                 "platform": platform,
-                "runner": self.runners[platform],
-                "image": f"{flavour.images[platform][0]}@{flavour.images[platform][1]}"
-                if flavour.images[platform][1]
-                else "",
+                "runner": self.runners[platform]["build"],
+                "gpu": self.runners[platform]["gpu"],
+                "image": "@".join(image),
             }
             for flavour in self.flavours
-            for platform in self.platforms
+            for platform, image in flavour.images.items()
         ]
 
 
@@ -101,8 +100,8 @@ def load(path: Path = ROOT / "ci" / "matrix.toml") -> Matrix:
         raise ValueError(f"matrix.toml: tables are {sorted(data)}, must be cuda, runners and wheel")
     wheel, runners = data["wheel"], data["runners"]
     _check_keys("wheel", wheel, WHEEL_KEYS)
-    if set(runners) != set(wheel["platforms"]):
-        raise ValueError(f"matrix.toml: runners are for {sorted(runners)}, platforms {wheel['platforms']}")
+    for platform, labels in runners.items():
+        _check_keys(f"runners {platform}", labels, RUNNER_KEYS)
     if not re.fullmatch(r"manylinux_2_\d+", wheel["policy"]):
         raise ValueError(f"matrix.toml: policy is {wheel['policy']!r}, must be like 'manylinux_2_28'")
     for key in ("pythons", "torch_tested"):
@@ -110,7 +109,7 @@ def load(path: Path = ROOT / "ci" / "matrix.toml") -> Matrix:
             raise ValueError(f"matrix.toml: {key} is {wheel[key]}, must rise")
     if wheel["torch_tested"][0] != wheel["torch_floor"]:
         raise ValueError(f"matrix.toml: torch_tested must begin with the floor {wheel['torch_floor']}")
-    flavours = tuple(_flavour(entry, wheel["platforms"]) for entry in data["cuda"])
+    flavours = tuple(_flavour(entry, sorted(runners)) for entry in data["cuda"])
     labels = [flavour.label for flavour in flavours]
     if len(set(labels)) != len(labels) or wheel["default"] not in labels:
         raise ValueError(
@@ -128,21 +127,21 @@ def _check_keys(where: str, table: dict[str, Any], keys: dict[str, type]) -> Non
             raise ValueError(f"matrix.toml: {where}: {key} is {table[key]!r}, must be a {kind.__name__}")
 
 
-def _flavour(entry: dict[str, Any], platforms: list[str]) -> Flavour:
+def _flavour(entry: dict[str, Any], known: list[str]) -> Flavour:
     _check_keys(f"cuda {entry.get('label')}", entry, CUDA_KEYS)
     label = f"cu{entry['version'].replace('.', '')}"
     if entry["label"] != label:
         raise ValueError(
             f"matrix.toml: label of CUDA {entry['version']} is {entry['label']}, must be {label}"
         )
-    if set(entry["images"]) != set(platforms):
+    if not set(entry["images"]) <= set(known):
         raise ValueError(
-            f"matrix.toml: {label}: images are for {sorted(entry['images'])}, must be {platforms}"
+            f"matrix.toml: {label}: images are for {sorted(entry['images'])}, runners for {known}"
         )
     for platform, image in entry["images"].items():
-        if not re.fullmatch(r"(?:sha256:[0-9a-f]{64})?", image["digest"]):
+        if not re.fullmatch(r"sha256:[0-9a-f]{64}", image["digest"]):
             raise ValueError(
-                f"matrix.toml: {label} {platform}: digest is {image['digest']!r}, must be sha256:<64 digits> or empty"
+                f"matrix.toml: {label} {platform}: digest is {image['digest']!r}, must be sha256:<64 digits>"
             )
     images = {platform: (image["name"], image["digest"]) for platform, image in entry["images"].items()}
     return Flavour(label, entry["version"], entry["driver"], tuple(sorted(entry["architectures"])), images)
@@ -161,14 +160,14 @@ def table(matrix: Matrix) -> str:
             flavour.version,
             f"{flavour.driver} or newer",
             ", ".join(f"sm_{name}" for name in flavour.architectures),
-            ", ".join(matrix.platforms),
+            ", ".join(flavour.images),
             f"{glibc} or newer",
         )
         lines.append(f"| {' | '.join(cells)} |")
     python = f"Python {matrix.pythons[0]} or newer, torch {matrix.torch_floor} or newer, no upper limit."
     tested = (
-        f"The workflows test each wheel on Python {', '.join(matrix.pythons)}, "
-        f"and on GPUs with torch {', '.join(matrix.torch_tested)}."
+        f"Before a wheel is published, its CPU tests run on Python {', '.join(matrix.pythons)}, "
+        f"and its GPU tests with torch {', '.join(matrix.torch_tested)}."
     )
     return "\n".join([*lines, "", python, tested, ""])
 
@@ -180,7 +179,7 @@ def faults(matrix: Matrix, root: Path = ROOT) -> list[str]:
         "python": matrix.pythons[0],
         "torch": matrix.torch_floor,
         "torch_hex": f"0x{major:02x}{minor:02x}{0:012x}",
-        "cuda": min((flavour.version for flavour in matrix.flavours), key=parsed),
+        "cuda": matrix.cuda_floor,
     }
     found = []
     for name, pattern, want in REPEATED:
@@ -217,8 +216,6 @@ def main(arguments: list[str]) -> int:
         case ["wheels", *chosen]:
             wheels = matrix.wheels()
             print(json.dumps([w for w in wheels if not chosen or [w["label"], w["platform"]] == chosen]))
-        case ["default"]:
-            print(matrix.default)
         case ["torch"]:
             print(json.dumps(matrix.torch_tested))
         case ["pythons"]:

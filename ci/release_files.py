@@ -1,8 +1,9 @@
-"""Lays out the files of a release: every wheel, those without a label for the package index, metadata, checksums.
+"""Lays out the files of a release: wheels, those without a label for the package index, the source package, metadata,
+checksums.
 
-    python ci/release_files.py WHEELS_FOLDER OUT
+    python ci/release_files.py FOLDER OUT
 
-WHEELS_FOLDER holds the labelled wheels as the builds left them. What lies in OUT is removed first.
+FOLDER holds the labelled wheels and the source package as the builds left them. What lies in OUT is removed first.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def lay_out(source: Path, out: Path) -> list[Path]:
         (out / f"{wheel.path.name}.metadata").write_bytes(wheel.metadata)
         if wheel.label == default:
             finish_wheel.strip_label(wheel.path, out)
+    for archive in source.glob("*.tar.gz"):
+        shutil.copy(archive, out)
     files = sorted(out.iterdir())
     sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
     (out / "SHA256SUMS").write_text(sums)

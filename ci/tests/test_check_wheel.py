@@ -102,6 +102,10 @@ def test_the_built_wheel_passes(wheel: Path, tmp_path: Path) -> None:
             "Requires-Dist for torch is ['torch<3,>=2.10']",
         ),
         (replace("METADATA", "torch>=2.10", "torch>=2.9"), "must be ['torch>=2.10']"),
+        (
+            replace("METADATA", "# mega-moe\n", "# mega-moe\n[a](docs/a.md)"),
+            "the description links to docs/a.md, which the package index does not have",
+        ),
         (replace("/WHEEL", "Root-Is-Purelib: false", "Root-Is-Purelib: true"), "WHEEL does not say"),
         (replace("variants.toml", '"90a"', '"100a"'), "cubins are for ['90a'], variants.toml lists ['100a']"),
         (replace("build.json", '"90a"', '"100a"'), "build.json lists ['100a'], variants.toml ['90a']"),

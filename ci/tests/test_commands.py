@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {}"
 
 
-def ci_run(tmp_path: Path, readme: str) -> subprocess.CompletedProcess[str]:
+INSTALL = "apt-get install one two\n"
+
+
+def ci_run(tmp_path: Path, readme: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """.ci/run beside `readme`; `path`: the only folder of programs."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
     (tmp_path / "README.md").write_text(readme)
-    return subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **({"PATH": str(path)} if path else {})}
+    bash = shutil.which("bash") or ""
+    return subprocess.run(
+        [bash, ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("session", ["demo", "tests"])
@@ -30,13 +41,29 @@ def test_each_command_is_one_line_of_the_readme(session: str) -> None:
 @pytest.mark.parametrize("code", [0, 7])
 def test_ci_runs_the_readme_command_and_exits_with_its_code(code: int, tmp_path: Path) -> None:
     line = f"python3 -m venv --help > /dev/null && echo seen && exit {code} -s tests"
-    answer = ci_run(tmp_path, f"text\n```bash\n{line.replace(' -s', '; : -s')}\n```\n")
+    answer = ci_run(tmp_path, f"text\n```bash\n{line.replace(' -s', '; : -s')}\n```\n{INSTALL}")
     assert answer.returncode == code, answer.stderr
     assert answer.stdout.splitlines()[-1] == "seen"
 
 
-@pytest.mark.parametrize("readme", ["no command\n", f"{COMMAND.format('tests')}\n" * 2])
-def test_ci_refuses_a_readme_without_exactly_one_command(readme: str, tmp_path: Path) -> None:
+def test_ci_installs_what_the_readme_names_and_nothing_else(tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("bash", "dirname", "grep", "python3"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    (programs / "apt-get").write_text(f'#!{programs}/bash\necho "$@" >> {tmp_path}/asked\n')
+    (programs / "apt-get").chmod(0o755)
+    answer = ci_run(tmp_path, f"{INSTALL}python3 -m venv -h >/dev/null; : -s tests\n", programs)
+    assert answer.returncode == 0, answer.stderr
+    (install,) = (line for line in (tmp_path / "asked").read_text().splitlines() if "install" in line)
+    assert [word for word in install.split() if not word.startswith("-")] == ["install", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    "readme",
+    [f"no command\n{INSTALL}", COMMAND.format("tests"), f"{INSTALL}{COMMAND.format('tests')}\n" * 2],
+)
+def test_ci_refuses_a_readme_without_exactly_one_line_of_each(readme: str, tmp_path: Path) -> None:
     answer = ci_run(tmp_path, readme)
     assert answer.returncode == 1
     assert "want 1" in answer.stderr
@@ -57,6 +84,24 @@ def test_the_readme_example_runs(tmp_path: Path) -> None:
     assert "torch.Size([32, 256])" in answer.stdout
 
 
+def test_a_build_without_kernels_needs_no_compiler(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core", reason="comes with the dependency group build")
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path)
+    environment = {
+        **os.environ,
+        "MEGA_MOE_BUILD_KERNELS": "0",
+        "CUDACXX": "/nonexistent",
+        "CXX": "/nonexistent",
+    }
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, ROOT], env=environment, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert json.loads(archive.read("mega_moe/_lib/build.json"))["architectures"] == []
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert "Requires-Dist: torch>=2.10" in archive.read(metadata).decode()
+
+
 def test_every_session_says_what_it_does() -> None:
     functions = [
         node
@@ -65,6 +110,6 @@ def test_every_session_says_what_it_does() -> None:
     ]
     assert {node.name for node in functions} >= {
         "demo", "tests", "lint", "types", "layers", "wheel", "check_wheel", "tests_gpu", "bench", "docs",
-        "targets", "index", "reproducible", "wheel_manylinux", "tests_wheel", "release_files", "release_check",
+        "targets", "index", "sdist", "reproducible", "wheel_manylinux", "tests_wheel", "release_files", "release_check",
     }  # fmt: skip
     assert [node.name for node in functions if not ast.get_docstring(node)] == []

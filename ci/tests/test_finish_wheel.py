@@ -70,7 +70,7 @@ def test_labels_and_describes(plain: Path, tmp_path: Path) -> None:
     assert f"\nVersion: {version}\n" in files[f"{info}/METADATA"].decode()
     told = json.loads(files[finish_wheel.WHEEL_RECORD])
     assert (told["label"], told["commit"]) == (label, COMMIT)
-    assert {"label": "cu129", "cuda": "12.9", "driver": 525, "architectures": ["90a"]} in told["flavours"]
+    assert {"label": "cu130", "cuda": "13.0", "driver": 580, "architectures": ["90a"]} in told["flavours"]
     kernels = json.loads(wheel_file.read(plain)[finish_wheel.KERNELS])
     assert {name: [digest] for name, digest in told["code"].items()} == kernels
     assert finish_wheel.KERNELS not in files
@@ -92,6 +92,32 @@ def test_the_package_index_gets_no_label(plain: Path, tmp_path: Path) -> None:
     assert check_wheel.check(made) == []
     with pytest.raises(ValueError, match="has no label"):
         finish_wheel.strip_label(made, tmp_path)
+
+
+def test_a_night_is_a_version_of_its_own(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGA_MOE_NIGHTLY", "20261201")
+    assert finish_wheel.main([str(plain), str(tmp_path), "--commit", COMMIT]) == 0
+    made = Path(capsys.readouterr().out.strip())
+    assert made.name.split("-")[1].startswith("0.1.0.dev20261201+cu")
+    assert check_wheel.check(made) == []
+    with pytest.raises(ValueError, match="nightly: got '1 December', want a date"):
+        finish_wheel.finish(plain, tmp_path, COMMIT, "2.13.0", "1 December")
+
+
+@pytest.mark.parametrize(
+    ("url", "link"),
+    [
+        ("", "the guide"),
+        ("Project-URL: Source, https://x.org/m\n", "[the guide](https://x.org/m/blob/v1.0/docs/a.md)"),
+    ],
+)
+def test_links_of_the_description_lead_somewhere_or_are_none(url: str, link: str) -> None:
+    name = "mega_moe-1.0+cu130.dist-info/METADATA"
+    text = f"Name: mega-moe\n{url}\nSee [the guide](docs/a.md) and [torch](https://pytorch.org).\n"
+    files = finish_wheel.with_absolute_links({name: text.encode()})
+    assert files[name].decode().endswith(f"See {link} and [torch](https://pytorch.org).\n")
 
 
 def test_same_input_same_bytes(plain: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -60,6 +61,17 @@ def compile_with(command: list[str], folder: str, source: Path) -> subprocess.Co
         text=True,
         check=False,
     )
+
+
+def test_a_machine_without_a_cuda_compiler_is_told_what_to_do(tmp_path: Path) -> None:
+    if shutil.which("cmake") is None or shutil.which("ninja") is None:
+        pytest.skip("needs cmake and ninja")
+    command = ["cmake", "-S", ROOT / "kernels", "-B", tmp_path, "-G", "Ninja"]
+    environment = {**os.environ, "CUDACXX": "/nonexistent/nvcc"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "no CUDA compiler. Put nvcc 12.9 or later on the path" in " ".join(run.stderr.split())
+    assert "MEGA_MOE_BUILD_KERNELS=0" in run.stderr
 
 
 @pytest.mark.parametrize("file", sorted({file for file, _ in FORBIDDEN}))

@@ -39,6 +39,32 @@ def test_refuses(arguments: tuple[str, ...], message: str) -> None:
     assert f"test_wheel: {message}" in result.stderr
 
 
+def test_a_plugin_that_warns_where_tests_run_in_parallel_is_left_out(tmp_path: Path) -> None:
+    """As pytest-benchmark does, whose warning would be an error before the first test."""
+    (tmp_path / "warns.py").write_text(
+        "import warnings\ndef pytest_configure(config): warnings.warn('parallel')\n"
+    )
+    info = tmp_path / "warns-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: warns\nVersion: 1.0\n")
+    (info / "test_one.py").write_text("def test_one(): pass\n")
+    for name, code in (("benchmark", 0), ("other", 3)):
+        (info / "entry_points.txt").write_text(f"[pytest11]\n{name} = warns\n")
+        command = [
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            ROOT / "pyproject.toml",
+            info / "test_one.py",
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, *command], capture_output=True, env=environment, check=False)
+        assert done.returncode == code, done.stdout.decode() + done.stderr.decode()
+
+
 def test_gpu_suite_fails_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -40,11 +40,12 @@ file(CONFIGURE OUTPUT "${MEGA_MOE_GENERATED}/table/host/build_json.inc"
 add_library(mega_moe_generated INTERFACE)
 target_include_directories(mega_moe_generated INTERFACE "${MEGA_MOE_GENERATED}/table")
 
-# Keeps what ptxas says of each instance in ptxas/<source>.log of the build folder.
+# Keeps what ptxas says of each instance in ptxas/<source>.log of the build folder, also where a compiler cache says it.
 set(MEGA_MOE_PTXAS_LOGS "${CMAKE_BINARY_DIR}/ptxas")
 function(mega_moe_capture_ptxas target)
-  set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER
-    "${Python_EXECUTABLE};${CMAKE_CURRENT_SOURCE_DIR}/cmake/keep_ptxas_log.py;${MEGA_MOE_PTXAS_LOGS}")
+  set(launcher "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/cmake/keep_ptxas_log.py" "${MEGA_MOE_PTXAS_LOGS}"
+    ${CMAKE_CUDA_COMPILER_LAUNCHER})
+  set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
 endfunction()
 
 # Fails the build on spills over a variant's budget and on any C75xx remark; writes which kernels each variant has.

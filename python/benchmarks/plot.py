@@ -12,19 +12,33 @@ from matplotlib.figure import Figure
 
 SHADES = {"burst": 1.0, "sustained": 0.5}
 DASHES = {"burst": "-", "sustained": "--"}
+DIRECTIONS = ("forward", "backward", "forward_backward")
+CEILING_COLORS = ("0.1", "0.6")
 
 
 def draw(results: list, path: Path, stamp: str) -> None:
-    """One panel per result; `stamp` goes into the file's Description."""
-    figure = Figure(figsize=(10, 0.6 + 3.6 * len(results)), layout="constrained")
-    for panel, result in zip(figure.subplots(len(results), 1, squeeze=False).flat, results):
-        draw_result(panel, result)
+    """Write the picture of `figure_of`; `stamp` goes into the file's Description."""
     # Its own colours on a white ground, so that the file reads on a dark page too.
-    figure.savefig(path, dpi=110, metadata={"Description": stamp}, facecolor="white")
+    figure_of(results).savefig(path, dpi=110, metadata={"Description": stamp}, facecolor="white")
 
 
-def draw_result(panel, result) -> None:
-    where = result.environment
+def figure_of(results: list) -> Figure:
+    """One panel per result, with the same colours in all and one legend beside them."""
+    layers = [shown_rows(result) for result in results]
+    names = dict.fromkeys(implementation(row) for layer in layers for row in layer)
+    colors = dict(zip(names, mpl.color_sequences["tab10"] * len(names)))
+    figure = Figure(figsize=(12, 0.6 + 3.6 * len(results)), layout="constrained")
+    for panel, result, layer in zip(figure.subplots(len(results), 1, squeeze=False).flat, results, layers):
+        draw_result(panel, result, layer, colors)
+    entries = {
+        label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels())
+    }
+    figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize=7)
+    return figure
+
+
+def shown_rows(result) -> list:
+    """Measured rows of the layer, evenly routed, on all SMs, with the most tokens of their shape."""
     layer = [
         row
         for row in result.rows
@@ -36,39 +50,55 @@ def draw_result(panel, result) -> None:
     most = {
         shape: max(row.tokens for row in layer if row.shape == shape) for shape in {r.shape for r in layer}
     }
-    layer = [row for row in layer if row.tokens == most[row.shape]]
-    groups = list(dict.fromkeys(group_of(row) for row in layer))
-    series = list(dict.fromkeys(series_of(row) for row in layer))
-    backends = list(dict.fromkeys(label for label, _ in series))
-    colors = dict(zip(backends, mpl.color_sequences["tab10"] * len(backends)))
+    return [row for row in layer if row.tokens == most[row.shape]]
+
+
+def draw_result(panel, result, layer: list, colors: dict) -> None:
+    where = result.environment
+    shapes = list(dict.fromkeys(row.shape for row in layer))
+    groups = sorted(
+        {group_of(row) for row in layer}, key=lambda g: (shapes.index(g[0]), DIRECTIONS.index(g[2]))
+    )
+    own = {(implementation(row), row.outcome.timing.protocol) for row in layer}
+    series = [(name, protocol) for name in colors for protocol in SHADES if (name, protocol) in own]
     width = 0.8 / max(1, len(series))
-    for index, (backend, protocol) in enumerate(series):
-        bars = {group_of(row): row.tflops for row in layer if series_of(row) == (backend, protocol)}
+    for index, (name, protocol) in enumerate(series):
+        bars = {
+            group_of(row): row.tflops
+            for row in layer
+            if (implementation(row), row.outcome.timing.protocol) == (name, protocol)
+        }
         places = [groups.index(group) + (index - (len(series) - 1) / 2) * width for group in bars]
-        label = f"{backend}, {protocol}"
         panel.bar(
-            places, list(bars.values()), width, color=colors[backend], alpha=SHADES[protocol], label=label
+            places,
+            list(bars.values()),
+            width,
+            color=colors[name],
+            alpha=SHADES[protocol],
+            label=f"{name}, {protocol}",
         )
-    for row in result.rows:
-        if row.kind == "ceiling" and row.rate is not None and row.unit == "TF/s":
-            protocol = row.outcome.timing.protocol
-            panel.axhline(
-                row.rate,
-                color="0.3",
-                linewidth=0.8,
-                linestyle=DASHES[protocol],
-                label=f"{row.name}, {protocol}",
-            )
+    ceilings = [
+        row for row in result.rows if row.kind == "ceiling" and row.rate is not None and row.unit == "TF/s"
+    ]
+    of_name = dict(zip(dict.fromkeys(row.name for row in ceilings), CEILING_COLORS * len(ceilings)))
+    for row in ceilings:
+        protocol = row.outcome.timing.protocol
+        panel.axhline(
+            row.rate,
+            color=of_name[row.name],
+            linewidth=1.2,
+            linestyle=DASHES[protocol],
+            label=f"{row.name}, {protocol}",
+        )
     panel.set_xticks(
         range(len(groups)),
         [f"{shape}, T {tokens}\n{way.replace('_', '+')}" for shape, tokens, way in groups],
         fontsize=7,
     )
+    panel.set_xlim(-0.5, len(groups) - 0.5)
     panel.set_ylabel("TF/s")
     ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
     panel.set_title(f"{where.device}{ranks}, {where.date[:10]}, torch {where.torch}", fontsize=9)
-    panel.margins(y=0.2)  # room for the legend above the bars
-    panel.legend(fontsize=6, ncols=3)
 
 
 def group_of(row) -> tuple[str, int, str]:
@@ -76,6 +106,6 @@ def group_of(row) -> tuple[str, int, str]:
     return row.shape, row.tokens, row.direction
 
 
-def series_of(row) -> tuple[str, str]:
-    """Backend with its precision, and the protocol."""
-    return f"{row.backend} {row.numerics}", row.outcome.timing.protocol
+def implementation(row) -> str:
+    """Backend with its precision: what has one colour."""
+    return f"{row.backend} {row.numerics}"

@@ -19,8 +19,8 @@ import mega_moe
 from mega_moe.bench import schema
 from mega_moe.bench.protocols import PROTOCOLS
 from mega_moe.bench.ranks import Context, joined
-from mega_moe.bench.shapes import DIRECTIONS, Shape, find_shape
-from mega_moe.bench.suite import PARTS, Case, Options, run
+from mega_moe.bench.shapes import DIRECTIONS, PARTS, Shape, find_shape
+from mega_moe.bench.suite import Case, Options, run
 from mega_moe.bench.table import line, render
 
 SHAPES = ("30B", "235B", "DeepSeek-V3")

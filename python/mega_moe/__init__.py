@@ -1,19 +1,28 @@
-"""Mixture-of-experts layers with expert parallelism. Importing this opens no library and makes no CUDA context."""
+"""Mixture-of-experts layers with expert parallelism.
+
+Importing this reads nothing but itself: each name brings its module, and with it torch, when it is first used.
+"""
 
 from __future__ import annotations
 
-from mega_moe import nn
-from mega_moe._base.activation import Activation
-from mega_moe._base.errors import (
-    BackendRefusedError,
-    FallbackWarning,
-    LibraryError,
-    MegaMoEError,
-    PeerError,
-    RankTimeoutError,
-)
-from mega_moe.api import explain, moe, route
-from mega_moe.buffer import MoEBuffer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mega_moe import nn
+    from mega_moe._base.activation import Activation
+    from mega_moe._base.errors import (
+        BackendRefusedError,
+        FallbackWarning,
+        LibraryError,
+        MegaMoEError,
+        PeerError,
+        RankTimeoutError,
+    )
+    from mega_moe.api import explain, moe, route
+    from mega_moe.buffer import MoEBuffer
+
+    __version__: str
 
 __all__ = [
     "Activation",
@@ -31,11 +40,28 @@ __all__ = [
     "route",
 ]
 
+_MODULES = {
+    "Activation": "_base.activation",
+    "MoEBuffer": "buffer",
+    "explain": "api",
+    "moe": "api",
+    "nn": "nn",
+    "route": "api",
+}
 
-def __getattr__(name: str) -> str:
-    # Read on demand: the metadata of a distribution costs file reads that an import should not pay.
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'mega_moe' has no attribute {name!r}")
     if name == "__version__":
-        from mega_moe._backends.facts import package_version
+        from mega_moe._ops.library import package_version
 
         return package_version()
-    raise AttributeError(f"module 'mega_moe' has no attribute {name!r}")
+    module = import_module(f"mega_moe.{_MODULES.get(name, '_base.errors')}")
+    found = module if name == "nn" else getattr(module, name)
+    globals()[name] = found  # the next use costs no call
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mega_moe._backends.facts import RankFacts
+if TYPE_CHECKING:
+    from mega_moe._backends.facts import RankFacts
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def _library(fact: RankFacts) -> Iterator[str]:
     reason = fact.library_reason or ""
     if "needs torch" in reason:
         yield f"{reason}: pip install --upgrade torch"
+    elif "holds no kernels" in reason:
+        yield f"{reason}: a wheel, or a build with a CUDA compiler, holds them"
     elif "does not load" in reason:
         yield f"the compiled library is there and cannot be used: {reason}"
     else:

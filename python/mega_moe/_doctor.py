@@ -1,28 +1,30 @@
-"""The command `mega-moe doctor`: what this machine can do, why not more, and what to install."""
+"""The command `mega-moe doctor`: what this machine can do, why not more, and what to install.
+
+It answers where torch, or another package that this one needs, is missing or does not load: that is when it is asked.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
-import os
 import platform
 import re
 import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import mega_moe
 from mega_moe._advice import Installation, advice
-from mega_moe._backends.decide import Verdict, decide
-from mega_moe._backends.facts import RankFacts, collect
+from mega_moe._backends.decide import Verdict
 from mega_moe._backends.request import Request
-from mega_moe._base.env import VARIABLES
+from mega_moe._base import env
 from mega_moe._ops import library
+
+if TYPE_CHECKING:
+    from mega_moe._backends.facts import RankFacts
 
 # The layer that verdicts are given for: that of a 30B model, whose sizes every backend accepts.
 _LAYER: dict[str, Any] = {
@@ -33,10 +35,13 @@ _LAYER: dict[str, Any] = {
     "max_tokens_per_rank": 16384,
 }
 _NVIDIA_SMI_SECONDS = 30  # a driver in trouble lets it hang
+# Processes of one host hand tensors to each other through it: a container's default of 64 MiB is too little for NCCL's
+# rings and for the workers of a data loader.
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def main(argv: list[str]) -> int:
-    """Print the examination; 0 when some backend can run on some device, 1 when none can."""
+    """Print the examination; 0 when a buffer with backend="auto" can be built on some device, 1 when on none."""
     parser = argparse.ArgumentParser(
         prog="mega-moe doctor",
         description="Versions, library, devices, links, verdict per backend, what to install.",
@@ -50,24 +55,30 @@ def main(argv: list[str]) -> int:
 
 def examine() -> dict[str, Any]:
     """Everything that the command tells, as plain values."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    facts = [collect(f"cuda:{index}", "nccl" if count > 1 else None) for index in range(count)] or [
-        collect("cpu")
-    ]
-    judgements = _judge(facts)
     distributions = _distributions()
+    try:
+        facts = _facts()
+    # OSError: a library of torch's that is not there, or is another machine's.
+    except (ImportError, OSError) as error:
+        known = _without_torch(error)
+    else:
+        judgements, wrong = _judge(facts)
+        known = {
+            "versions": _versions(facts[0]),
+            "library": _library(),
+            "devices": [_device(fact) for fact in facts],
+            "links": _links(facts),
+            "judgements": judgements,
+            "advice": [*wrong, *advice(facts, _installation(distributions))],
+        }
     return {
-        "ok": any(verdict["accepted"] for judgement in judgements for verdict in judgement["verdicts"]),
-        "versions": _versions(facts[0]),
-        "library": _library(),
-        "devices": [_device(fact) for fact in facts],
-        "links": _links(facts),
+        "ok": any(judgement["chosen"] for judgement in known["judgements"]),
+        **known,
         "layer": _LAYER,
-        "judgements": judgements,
+        "shared_memory_bytes": _shared_memory(),
         "distributions": [f"{place} ({version})" for place, version in distributions],
         "package": str(Path(mega_moe.__file__).parent),
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "advice": advice(facts, _installation(distributions)),
+        "environment": env.given(),
     }
 
 
@@ -88,11 +99,14 @@ def render(found: dict[str, Any]) -> str:
         lines += ["  " + " ".join(shown[cell] for cell in row) for row in found["links"]["peer_access"]]
     if found["links"]["topology"]:
         lines += ["links", *("  " + line for line in found["links"]["topology"].splitlines())]
+    if found["shared_memory_bytes"] is not None:
+        lines += [f"shared memory ({_SHARED_MEMORY}): {found['shared_memory_bytes'] / 2**20:.0f} MiB"]
     layer = ", ".join(f"{name}={value}" for name, value in found["layer"].items())
     for judgement in found["judgements"]:
         lines += [f"backends on {judgement['where']} ({layer}, bf16)"]
         for verdict in judgement["verdicts"]:
             lines += ["  " + str(Verdict(verdict["backend"], tuple(verdict["reasons"]), verdict["note"]))]
+        lines += [f"  a buffer gets: {judgement['chosen'] or 'none: ' + judgement['refusal']}"]
     lines += [
         f"installed in: {', '.join(found['distributions']) or 'nowhere'}; imported from: {found['package']}"
     ]
@@ -101,20 +115,71 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _judge(facts: list[RankFacts]) -> list[dict[str, Any]]:
-    """Each kind of device on its own, then all GPUs together as the ranks of one group."""
+def _facts() -> list[RankFacts]:
+    """Of every GPU, else of the CPU."""
+    import torch
+
+    from mega_moe._backends.facts import collect
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [collect(f"cuda:{index}", "nccl" if count > 1 else None) for index in range(count)] or [
+        collect("cpu")
+    ]
+
+
+def _judge(facts: list[RankFacts]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each kind of device on its own, then all GPUs together as the ranks of one group: the verdicts, and what a buffer
+    with backend="auto" would get there under this environment. Then what is wrong with the environment itself."""
+    from mega_moe._backends import plan
+
+    named, strict, wrong = None, False, None
+    try:
+        named, strict, _ = plan.wanted("auto"), plan.wanted_strict(None), env.debug()
+    except ValueError as error:
+        wrong = str(error)
     cases = [(fact.device, [fact]) for fact in facts]
     if len(facts) > 1 and _LAYER["num_experts"] % len(facts) == 0:
         cases.append((f"all {len(facts)} GPUs as one group", facts))
     judgements: list[dict[str, Any]] = []
     for where, ranks in cases:
-        verdicts = [verdict.as_dict() for verdict in decide(Request(**_LAYER, num_ranks=len(ranks)), ranks)]
+        judged = plan.forecast(Request(**_LAYER, num_ranks=len(ranks)), ranks, named, strict)
+        judgement = {
+            "verdicts": [verdict.as_dict() for verdict in judged.verdicts],
+            "chosen": None if wrong else judged.chosen,
+            "refusal": wrong or judged.refusal,
+        }
         last = judgements[-1] if judgements else None
-        if last is not None and len(ranks) == 1 and last["verdicts"] == verdicts:
+        if last is not None and len(ranks) == 1 and {**last, **judgement} == last:
             last["where"] += f", {where}"
         else:
-            judgements.append({"where": where, "verdicts": verdicts})
-    return judgements
+            judgements.append({"where": where, **judgement})
+    return judgements, [] if wrong is None else [f"no buffer is built until this is mended: {wrong}"]
+
+
+def _without_torch(error: ImportError | OSError) -> dict[str, Any]:
+    """What can be told where importing torch, or something else that the package needs, ended in ``error``."""
+    if isinstance(error, ModuleNotFoundError):
+        advised = f"{error.name} is missing: pip install '{_requirement(str(error.name))}'"
+    else:
+        advised = f"torch cannot be used ({error}): pip install --force-reinstall torch"
+    return {
+        "versions": {"mega_moe": library.package_version(), "torch": None, **_versions_of_the_machine()},
+        "library": {"loaded": False, "reason": str(error), **_record()},
+        "devices": [],
+        "links": {"peer_access": [], "topology": None},
+        "judgements": [],
+        "advice": [advised],
+    }
+
+
+def _requirement(module: str) -> str:
+    """What this package's metadata asks of ``module``, such as torch>=2.10."""
+    try:
+        asked = metadata.requires("mega-moe") or []
+    except metadata.PackageNotFoundError:
+        asked = []
+    wanted = [line.partition(";")[0].strip() for line in asked]
+    return next((line for line in wanted if re.split(r"[^\w.-]", line)[0] == module), module)
 
 
 def _versions(fact: RankFacts) -> dict[str, str | None]:
@@ -122,8 +187,14 @@ def _versions(fact: RankFacts) -> dict[str, str | None]:
         "mega_moe": fact.package_version,
         "torch": fact.torch_version,
         "torch_cuda": fact.torch_cuda,
-        "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "driver_cuda": _dotted(fact.driver_cuda),
+        **_versions_of_the_machine(),
+    }
+
+
+def _versions_of_the_machine() -> dict[str, str | None]:
+    return {
+        "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "python": platform.python_version(),
         "glibc": " ".join(platform.libc_ver()).strip(),
         "platform": platform.platform(),
@@ -132,9 +203,20 @@ def _versions(fact: RankFacts) -> dict[str, str | None]:
 
 def _library() -> dict[str, Any]:
     status = library.status()
-    record = library.wheel_record()
+    return {"loaded": status.loaded, "reason": status.reason, "path": status.path, **_record()}
+
+
+def _record() -> dict[str, Any]:
+    """What the wheel says of itself; of each kernel's code only how many there are."""
+    build, record = library.build_record(), library.wheel_record()
+    told = {name: value for name, value in build.items() if name != "code"}
     origin = {name: record.get(name) for name in ("label", "commit")}
-    return {"loaded": status.loaded, "reason": status.reason, "path": status.path, **status.build, **origin}
+    return {**told, "kernels": len(build.get("code", ())), **origin}
+
+
+def _shared_memory() -> int | None:
+    """Bytes of /dev/shm in all; None where there is none."""
+    return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else None
 
 
 def _device(fact: RankFacts) -> dict[str, Any]:

@@ -6,11 +6,9 @@ import argparse
 import json
 import sys
 
-import torch
-
-import mega_moe
 from mega_moe._backends.decide import BACKENDS
 from mega_moe._backends.request import DTYPES
+from mega_moe._base import env
 from mega_moe._base.types import DW_PRECISIONS, PRECISIONS, SCALE_FORMATS
 
 
@@ -39,10 +37,18 @@ def main(argv: list[str]) -> int:
     add("--json", action="store_true", help="print one JSON object")
     words = vars(parser.parse_args(argv))
     as_json = words.pop("json")
+
+    import torch
+
+    import mega_moe
+
     try:
         explanation = mega_moe.explain(**{**words, "dtype": getattr(torch, words["dtype"])})
     except (ValueError, TypeError, RuntimeError) as error:
         print(f"mega-moe explain: error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(explanation.as_dict(), indent=1) if as_json else explanation)
+    if as_json:
+        print(json.dumps(explanation.as_dict(), indent=1))
+    else:
+        print(explanation, *(f"environment: {name}={value}" for name, value in env.given().items()), sep="\n")
     return 0 if explanation.chosen else 1

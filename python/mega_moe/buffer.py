@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from mega_moe._backends import plan
 from mega_moe._backends.agreement import agree, confirm
-from mega_moe._backends.control import Control, GroupControl, LocalControl, check_timeout
+from mega_moe._backends.control import Control, GroupControl, LocalControl, as_group, check_timeout
 from mega_moe._backends.decide import check_name
 from mega_moe._backends.executor import LayerExecutor
 from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
@@ -27,6 +27,7 @@ from mega_moe._ops import registry
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
     from mega_moe._backends.given_codes import GivenCodes
 
@@ -39,10 +40,11 @@ class MoEBuffer:
     r * E / R to (r + 1) * E / R - 1).
 
     Args:
-        group: a torch.distributed process group; None means one rank and no torch.distributed at all.
+        group: a torch.distributed process group, or a DeviceMesh of one dimension; None means one rank and no
+            torch.distributed at all.
         num_experts: E, global; a multiple of the number of ranks; at most 2048.
         max_tokens_per_rank: largest T of any call on any rank; below 2^20.
-        top_k: K, slots per token; at most 16.
+        top_k: K, slots per token; at most 16 and at most E.
         hidden: H, elements of a token.
         intermediate: I, elements of an expert's hidden layer.
         precision: "bf16" (the inputs' own dtype), "fp8" (blockwise e4m3), "fp8_bwd" (bf16 forward, fp8 backward) or
@@ -76,7 +78,7 @@ class MoEBuffer:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         num_experts: int,
         max_tokens_per_rank: int,
@@ -123,6 +125,7 @@ class MoEBuffer:
                 raise TypeError("progress_timeout: got None, want seconds")
         except (ValueError, TypeError) as failed:
             error = failed
+        group = as_group(group)
         self._control: Control = LocalControl() if group is None else GroupControl(group, limit)
         try:
             try:
@@ -300,10 +303,10 @@ class MoEBuffer:
         ``load_state_dict``, another tensor, ``.data`` assigned), its memory was given back, any ``torch.optim``
         optimizer of this process has stepped, `weights_changed` is called, or the outermost of these blocks ends.
 
-        What nobody can see has to be told by `weights_changed`: writes through ``.data`` or an alias, by kernels
-        outside an optimizer's ``step``, by a replayed CUDA graph, or into the shards of FSDP other than by an optimizer
-        or ``load_state_dict``. Tensors that are no parameters, such as those of a cast or of a compiled graph, and
-        calls in the capture of a CUDA graph always get new copies.
+        What nobody can see has to be told by `weights_changed`: writes through ``.data``, an alias or the storage, by
+        kernels outside an optimizer's ``step``, by a replayed CUDA graph, or into the shards of FSDP other than by an
+        optimizer or ``load_state_dict``. Tensors that are no parameters, such as those of a cast or of a compiled
+        graph, and calls in the capture of a CUDA graph always get new copies.
 
         A weight's copy takes half its bytes in bf16, or all of them where a backward kernel reads it transposed too.
         """

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import importlib.util
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def one_thread() -> None:
     """Threads that wait for one another on shared cores make tests on small tensors several times slower."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_of_big_memory_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked big_memory wait for one another in all processes of this machine, and give back what they took."""
+    if request.node.get_closest_marker("big_memory") is None:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"mega-moe-big-memory-{os.getuid()}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -64,6 +64,29 @@ class LocalControl:
         pass
 
 
+def as_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group that ``group`` is, or that a DeviceMesh of one dimension stands for; None for None.
+
+    Raises TypeError for anything else, such as the name of a dimension, and ValueError for a mesh of several.
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not in it; only the ranks of the group build the buffer")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(group, DeviceMesh):
+        raise TypeError(
+            f"group: got {group!r} ({type(group).__name__}), want a ProcessGroup, a DeviceMesh of one dimension or None"
+        )
+    if group.ndim != 1:
+        names = list(group.mesh_dim_names or map(str, range(group.ndim)))
+        raise ValueError(
+            f"group: got a DeviceMesh of the dimensions {names}, want one of them, such as mesh['ep']"
+        )
+    return group.get_group()
+
+
 class GroupControl:
     """The ranks of ``group``; every wait ends after ``timeout`` seconds in an exception that names who is missing."""
 

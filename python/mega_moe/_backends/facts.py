@@ -74,16 +74,6 @@ class RankFacts:
         return asdict(self)
 
 
-def package_version() -> str:
-    """Version of the installed distribution; '0+unknown' when the package is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("mega-moe")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
-
-
 def default_device(group_backend: str | None) -> torch.device:
     """The current GPU where there is one and the group can move its tensors, else the CPU."""
     if torch.cuda.is_available() and (group_backend is None or "nccl" in group_backend):
@@ -116,7 +106,7 @@ def collect(device: torch.device | str, group_backend: str | None = None) -> Ran
         torch_version=torch.__version__,
         torch_cuda=torch.version.cuda,
         driver_cuda=_driver_cuda(),
-        package_version=package_version(),
+        package_version=library.package_version(),
         library_loaded=status.loaded,
         library_reason=status.reason,
         library_cuda=status.build.get("cuda"),

@@ -13,6 +13,10 @@ PUBLISH, HEADER, BLOCK_FLAG, GRID_BARRIER = 1, 2, 3, 4
 PULL_SOURCE, TILE_INPUT, PUSH_INPUT, HOME_SUM, CHUNK_FREE, LAST_SUMS = 5, 6, 7, 8, 9, 10
 _BACKWARD = 4  # and what is asked of it
 _U64 = (1 << 64) - 1
+# Of waits for a launch as a whole: all its CTAs must be on SMs at once.
+_SMS_HELD = (
+    "; where other kernels hold the SMs, such as NCCL's on another stream, num_reserved_sms leaves them some"
+)
 
 
 class Record(NamedTuple):
@@ -64,7 +68,7 @@ def decode(words: Sequence[int], limits: Limits) -> Exception:
         limit, name = (limits.arrival, "arrival") if record.kind == ARRIVAL else (limits.progress, "progress")
         return RankTimeoutError(
             f"{head}: waited {limit:g} s ({name} limit) for {_awaited(record.role, record.item, limits)}; "
-            f"seen {record.seen}, wanted {record.wanted}"
+            f"seen {record.seen}, wanted {record.wanted}{_SMS_HELD if record.role in (HEADER, GRID_BARRIER) else ''}"
         )
     if record.kind == MISMATCH:
         return PeerError(

@@ -47,11 +47,12 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every backend judged for one request, and the choice."""
+    """Every backend judged for one request, and the choice; ``refusal`` says why there is none."""
 
     request: Request
     verdicts: tuple[Verdict, ...]
     chosen: str | None
+    refusal: str | None = None
 
     def verdict(self, backend: str) -> Verdict:
         (found,) = (v for v in self.verdicts if v.backend == backend)
@@ -61,7 +62,7 @@ class Explanation:
     def reason(self) -> str:
         """One line: what was chosen, and why not the fused backend where it is not."""
         if self.chosen is None:
-            return "no backend is chosen"
+            return f"no backend is chosen: {self.refusal}"
         fused = self.verdict("fused")
         if self.chosen == "fused":
             return "fused" if fused.note is None else f"fused; {fused.note}"
@@ -71,11 +72,13 @@ class Explanation:
         return {
             "request": self.request.as_dict(),
             "chosen": self.chosen,
+            "refusal": self.refusal,
             "verdicts": [v.as_dict() for v in self.verdicts],
         }
 
     def __str__(self) -> str:
-        return "\n".join([*(str(v) for v in self.verdicts), f"chosen: {self.chosen or 'none'}"])
+        chosen = self.chosen or f"none: {self.refusal}"
+        return "\n".join([*(str(v) for v in self.verdicts), f"chosen: {chosen}"])
 
 
 def wanted(backend: str) -> str | None:
@@ -108,8 +111,10 @@ def forecast(
     """As `explain`, with None for the choice where that raises."""
     try:
         return explain(request, facts, named, strict)
-    except BackendRefusedError:
-        return Explanation(request, decide(request, facts, named), None)
+    except BackendRefusedError as error:
+        # Its first line; the others list the verdicts.
+        refusal = str(error).splitlines()[0].rstrip(":")
+        return Explanation(request, decide(request, facts, named), None, refusal)
 
 
 def warn_fallback(explanation: Explanation) -> None:

@@ -43,6 +43,8 @@ class Request:
         positive_int("num_experts", self.num_experts, MAX_EXPERTS)
         positive_int("max_tokens_per_rank", self.max_tokens_per_rank, MAX_TOKENS_PER_RANK)
         positive_int("top_k", self.top_k, MAX_TOP_K)
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k: got {self.top_k}, want at most the {self.num_experts} experts")
         positive_int("hidden", self.hidden)
         positive_int("intermediate", self.intermediate)
         positive_int("num_ranks", self.num_ranks, MAX_RANKS)

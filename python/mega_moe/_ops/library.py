@@ -1,4 +1,7 @@
-"""The only door to the compiled library. It is loaded on first need, never at import."""
+"""The only door to the compiled library. It is loaded on first need, never at import.
+
+What the installed package says of itself can be read without torch, which `mega-moe doctor` does where it is missing.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mega_moe._base.errors import LibraryError
 
@@ -29,7 +30,19 @@ class LibraryStatus:
     build: dict[str, Any] = field(default_factory=dict)
 
 
+def package_version() -> str:
+    """Version of the installed distribution; '0+unknown' when the package is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("mega-moe")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
 def torch_version() -> tuple[int, int]:
+    import torch
+
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -57,6 +70,8 @@ def _json(name: str) -> dict[str, Any]:
 @functools.cache
 def status() -> LibraryStatus:
     """Load the library once and say how that went; never raises."""
+    import torch
+
     path = _FOLDER / "mega_moe_ops.so"
     if torch_version() < TORCH_FLOOR:
         want = ".".join(map(str, TORCH_FLOOR))
@@ -64,7 +79,10 @@ def status() -> LibraryStatus:
             False, f"torch is {torch.__version__}, the library needs torch >= {want}", str(path)
         )
     if not path.is_file():
-        return LibraryStatus(False, f"{path} is missing: this is not an installed mega-moe wheel", str(path))
+        why = f"{path} is missing: this is not an installed mega-moe wheel"
+        if build_record().get("architectures") == []:
+            why = "this build holds no kernels, it was made with MEGA_MOE_BUILD_KERNELS=0"
+        return LibraryStatus(False, why, str(path))
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -87,6 +105,8 @@ def require() -> Any:
     current = status()
     if not current.loaded:
         raise LibraryError(current.reason)
+    import torch
+
     return torch.ops.mega_moe_kernels
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from mega_moe._backends.decide import BACKENDS
 from mega_moe._base.types import DW_PRECISIONS, PRECISIONS, check_dw_precision
-from mega_moe.bench import kernel_ranks, schema, trace
-from mega_moe.bench.protocols import PROTOCOLS
-from mega_moe.bench.ranks import joined
-from mega_moe.bench.shapes import DIRECTIONS, SHAPES, find_shape
-from mega_moe.bench.suite import PARTS, Case, Options, run
-from mega_moe.bench.table import line, render
+from mega_moe.bench.shapes import DIRECTIONS, PARTS, SHAPES, find_shape
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# What a run needs is imported by it: help and refused words come without torch.
+if TYPE_CHECKING:
+    from mega_moe.bench import kernel_ranks, schema
+    from mega_moe.bench.ranks import Context
+    from mega_moe.bench.suite import Options
+
+_DTYPES = ("bfloat16", "float32")
+_PROTOCOLS = ("burst", "sustained")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,20 +28,22 @@ def parser() -> argparse.ArgumentParser:
         prog="mega-moe bench",
         description="Time the layer with every backend beside the ceilings of this machine. Under torchrun the experts "
         "are spread over the ranks and the slowest rank counts. Without a GPU the tiny shape runs in seconds.",
+        epilog="`mega-moe bench step` times whole training steps, `python -m mega_moe.bench.kernels` launches of the "
+        "fused kernels alone.",
     )
     add = made.add_argument
     add("--shape", help=f"of {', '.join(SHAPES)} (default: 30B,235B on a GPU, else tiny)")
     add("--tokens", type=int, help="tokens per rank (default: the shape's own)")
-    add("--backend", help="names as in `mega-moe explain` (default: all)")
-    add("--protocol", default=",".join(PROTOCOLS), help="of burst, sustained (default: both)")
+    add("--backend", help=f"of {', '.join(BACKENDS)} (default: all)")
+    add("--protocol", default=",".join(_PROTOCOLS), help=f"of {', '.join(_PROTOCOLS)} (default: both)")
     add("--direction", default=",".join(DIRECTIONS), help=f"of {', '.join(DIRECTIONS)} (default: all)")
     add("--precision", default="bf16", help=f"of {', '.join(PRECISIONS)} (default: bf16)")
     add("--dw-precision", choices=DW_PRECISIONS, default="bf16", help="of a backward in fp8 (default: bf16)")
     add("--part", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: all)")
-    add("--dtype", choices=tuple(_DTYPES), help="of x and weights (default: bfloat16 on a GPU, else float32)")
+    add("--dtype", choices=_DTYPES, help="of x and weights (default: bfloat16 on a GPU, else float32)")
     add(
         "--dw-dtype",
-        choices=tuple(_DTYPES),
+        choices=_DTYPES,
         help="add weight gradients into buffers of this dtype (default: no buffers)",
     )
     add(
@@ -75,8 +79,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; 0 when every row was measured or refused, 1 when one failed, 2 for bad words."""
+    """Runs the command; 1 when a row failed or every row of the layer was refused, 2 for bad words, else 0."""
     words = parser().parse_args(argv)
+    from mega_moe.bench import kernel_ranks, schema, trace
+    from mega_moe.bench.ranks import joined
+    from mega_moe.bench.suite import run
+    from mega_moe.bench.table import render
+
     if words.trace is not None:
         kernel_ranks.prepare_process()
     try:
@@ -85,6 +94,11 @@ def main(argv: list[str]) -> int:
                 return trace.run(_trace_options(words), trace.Files.of(words.trace), context)
             options = _options(words, context.device.type)
             first = context.rank == 0
+            refused = list(_refusals(options, context))
+            if refused and context.maximum(float(None in refused)) == 0:
+                if first:
+                    print(*refused, "nothing is left to be timed", sep="\n", file=sys.stderr)
+                return 1
             result = run(options, context, argv, lambda row: _report(row, first))
             if first:
                 print(render(result), end="")
@@ -93,10 +107,37 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"mega-moe bench: {error}", file=sys.stderr)
         return 2
-    return 1 if any(row.outcome.status == "failed" for row in result.rows) else 0
+    failed = any(row.outcome.status == "failed" for row in result.rows)
+    layer = {row.outcome.status for row in result.rows if row.kind == "layer"}
+    return 1 if failed or layer == {"refused"} else 0
+
+
+def _refusals(options: Options, context: Context) -> Iterator[str | None]:
+    """For each shape, precision and backend of the layer why it will be refused, None where it will not: minutes of
+    ceilings are measured first, for nothing where all are."""
+    import mega_moe
+
+    if "layer" not in options.parts:
+        return
+    for shape in options.shapes:
+        for case in options.cases:
+            for backend in case.backends or BACKENDS:
+                told = mega_moe.explain(
+                    **shape.sizes(),
+                    max_tokens_per_rank=options.tokens or shape.default_tokens,
+                    precision=case.precision,
+                    dw_precision=case.dw_precision,
+                    dtype=options.dtype,
+                    num_ranks=context.num_ranks,
+                    backend=backend,
+                    device=context.device,
+                )
+                yield None if told.chosen else f"{shape.name} {case.precision}: {told.verdict(backend)}"
 
 
 def _report(row: schema.Row, first: bool) -> None:
+    from mega_moe.bench.table import line
+
     if first:
         print(line(row), file=sys.stderr, flush=True)
 
@@ -117,6 +158,8 @@ _NOT_WITH_TRACE = (
 
 
 def _trace_options(words: argparse.Namespace) -> kernel_ranks.Options:
+    from mega_moe.bench import kernel_ranks
+
     plain = parser()
     for name in _NOT_WITH_TRACE:
         if getattr(words, name) != plain.get_default(name):
@@ -149,9 +192,14 @@ def _check_tokens(words: argparse.Namespace) -> None:
 
 
 def _options(words: argparse.Namespace, device_type: str) -> Options:
+    import torch
+
+    from mega_moe.bench.protocols import PROTOCOLS
+    from mega_moe.bench.suite import Case, Options
+
     on_gpu = device_type == "cuda"
     shapes = _words(words.shape or ("30B,235B" if on_gpu else "tiny"))
-    protocols = [PROTOCOLS[_known("protocol", name, PROTOCOLS)] for name in _words(words.protocol)]
+    protocols = [PROTOCOLS[_known("protocol", name, _PROTOCOLS)] for name in _words(words.protocol)]
     if words.virtual_ranks != 1:
         raise ValueError(
             "virtual-ranks: can only be combined with --trace; torchrun starts ranks to be timed"
@@ -161,7 +209,7 @@ def _options(words: argparse.Namespace, device_type: str) -> Options:
         raise ValueError(f"wheel: got {words.wheel}, wanted a file")
     if words.json is not None and not words.json.absolute().parent.is_dir():
         raise ValueError(f"json: got {words.json}, wanted a path in a folder that exists")
-    backends = tuple(_words(words.backend)) if words.backend else None
+    backends = tuple(_known("backend", name, BACKENDS) for name in _words(words.backend or "")) or None
     precisions = [_known("precision", name, PRECISIONS) for name in _words(words.precision)]
     for name in precisions:
         check_dw_precision(words.dw_precision, name)
@@ -172,8 +220,8 @@ def _options(words: argparse.Namespace, device_type: str) -> Options:
         cases=tuple(Case(name, backends, dw_precision=words.dw_precision) for name in precisions),
         directions=tuple(_known("direction", name, DIRECTIONS) for name in _words(words.direction)),
         protocols=tuple(protocol.quick() if words.quick else protocol for protocol in protocols),
-        dtype=_DTYPES[words.dtype or ("bfloat16" if on_gpu else "float32")],
-        dw_dtype=_DTYPES[words.dw_dtype] if words.dw_dtype else None,
+        dtype=getattr(torch, words.dtype or ("bfloat16" if on_gpu else "float32")),
+        dw_dtype=getattr(torch, words.dw_dtype) if words.dw_dtype else None,
         wheel=words.wheel,
         reuse_weight_copies=words.reuse_weight_copies,
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+PARTS = ("ceilings", "stage", "layer")
+"""What one run measures."""
+
 DIRECTIONS = ("forward", "backward", "forward_backward")
 """What one timed call does: the layer's output, its gradients from a kept graph, or both."""
 

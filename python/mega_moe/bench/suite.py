@@ -21,8 +21,6 @@ from mega_moe.bench.schema import SCHEMA_VERSION, CeilingRow, Result, Row
 from mega_moe.bench.shapes import Shape
 from mega_moe.bench.stage import FORMS, StageShape, measure_stage
 
-PARTS = ("ceilings", "stage", "layer")
-
 
 @dataclass(frozen=True)
 class Case:

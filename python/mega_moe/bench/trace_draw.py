@@ -79,7 +79,7 @@ def draw(trace: Trace, path: Path, title: str) -> None:
     figure.suptitle(title)
     figure.legend(
         handles=[Patch(color=color, label=state.value) for state, color in COLORS.items()],
-        loc="outside upper right",
+        loc="outside lower center",
         ncols=len(COLORS),
         fontsize=8,
     )
@@ -106,7 +106,7 @@ def draw(trace: Trace, path: Path, title: str) -> None:
         axes.set_xlim(0, whole)
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="upper right", ncols=3, fontsize=8)
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.savefig(path, dpi=120, facecolor="white")
 
 

@@ -81,7 +81,15 @@ def main(argv: list[str]) -> int:
         print(
             json.dumps({k: v for k, v in report.items() if k != "history"}) if words.json else summary(report)
         )
-    return 0 if report["weights_moved"]["ok"] else 1
+    moved = report["weights_moved"]
+    if moved["ok"]:
+        return 0
+    least = min([*moved["routers"].values(), *moved["least_moved_experts"].values()])
+    return _fail(
+        f"not every weight was trained: the least moved has changed by {least:.2%} of its norm in {report['steps']} "
+        f"steps, must by more than {moved['threshold']:.1%}; see report.json, or raise --steps",
+        1,
+    )
 
 
 def summary(report: dict[str, Any]) -> str:

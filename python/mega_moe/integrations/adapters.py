@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -212,9 +213,35 @@ def _class_of(base: type[nn.Module], *, outer: bool) -> type[nn.Module]:
         _classes[base, outer] = type(
             f"MegaMoE{base.__name__}",
             (base,),
-            {"forward": forward_outer if outer else forward_owner, "__module__": base.__module__},
+            {
+                "forward": forward_outer if outer else forward_owner,
+                "__module__": base.__module__,
+                "__copy__": lambda self: _twin(self, dict(self.__dict__)),
+                "__deepcopy__": _deep_twin,
+                "__reduce_ex__": _refuse_pickling,
+            },
         )
     return _classes[base, outer]
+
+
+def _twin(module: nn.Module, state: dict[str, Any]) -> nn.Module:
+    made = type(module).__new__(type(module))
+    made.__dict__.update(state)
+    return made
+
+
+def _deep_twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    made = memo[id(module)] = _twin(module, {})
+    made.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return made
+
+
+def _refuse_pickling(module: nn.Module, _: int) -> NoReturn:
+    # Pickle would look the class up by its name, and say only that it is not there.
+    raise TypeError(
+        f"{type(module).__name__}: a converted model cannot be pickled whole; save model.state_dict(), which also fits "
+        "the model that was not converted"
+    )
 
 
 def _as_they_are(_: nn.Module, *args: Any) -> Arguments:

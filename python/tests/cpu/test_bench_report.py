@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from mega_moe.bench import schema
 from mega_moe.bench.schema import Result
 
-from ._results import sample, uneven_and_peer
+from ._results import layer_row, measured, sample, uneven_and_peer
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = "# Project\n\n<!-- bench:begin -->\n<!-- bench:end -->\n\nAfter.\n"
@@ -103,6 +104,30 @@ def test_documents_and_plot_come_from_the_results(report: Any, project: Path) ->
         assert f"{part}" not in readme
     assert report.stamp_of(project / "docs/benchmarks.png").startswith("results ")
     assert report.main(["--check"], project) == 0
+
+
+def test_an_implementation_has_one_colour_in_all_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="the plot needs the extra 'demo'")
+    monkeypatch.syspath_prepend(ROOT / "python/benchmarks")
+    import plot  # type: ignore[import-not-found]
+
+    def result(*backends: str) -> Any:
+        rows = [layer_row(measured("burst", 1e-2), backend=name) for name in backends]
+        return replace(sample(), rows=(*rows, *(row for row in sample().rows if row.kind == "ceiling")))
+
+    first, second = plot.figure_of([result("fused", "grouped"), result("grouped", "fused", "deep_gemm")]).axes
+    colors: dict[str, set[Any]] = {}
+    for bars in (*first.containers, *second.containers):
+        colors.setdefault(bars.get_label(), set()).add(bars.patches[0].get_facecolor())
+    assert len(colors) == 3
+    assert all(len(own) == 1 for own in colors.values())
+    assert len(set.union(*colors.values())) == 3
+    ceilings = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in first.lines}
+    assert len(set(ceilings.values())) == len(ceilings) > 1
+    for panel in (first, second):
+        low, high = panel.get_xlim()
+        assert all(low < place < high for place in panel.get_xticks())
+        assert panel.get_legend() is None
 
 
 def test_more_results_stand_behind_the_newest(report: Any, project: Path) -> None:

@@ -194,6 +194,24 @@ def test_bad_words_are_refused(words: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("backend", "status", "told"),
+    [
+        ("fast", 2, "backend: got 'fast', wanted one of fused, deep_gemm, grouped, reference"),
+        ("fused", 1, "tiny bf16: fused: refused: takes bfloat16 inputs, got float32; needs an NVIDIA GPU"),
+    ],
+)
+def test_nothing_is_measured_for_what_will_be_refused(
+    backend: str, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*arguments: object) -> None:
+        raise AssertionError("a ceiling was measured")
+
+    monkeypatch.setattr("mega_moe.bench.suite.measure_ceiling", measured)
+    assert main(["--device", "cpu", "--quick", "--backend", backend]) == status
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is that of a machine without CUDA")
 def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cuda"]) == 2

@@ -106,6 +106,11 @@ def test_bad_words(more: tuple[str, ...], told: str, capsys: pytest.CaptureFixtu
     assert told in capsys.readouterr().err
 
 
+def test_everything_refused_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words("--backend", "fused")) == 1
+    assert "refused: tiny bf16: backend fused" in capsys.readouterr().out
+
+
 def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 import mega_moe
 from mega_moe import _doctor
+from mega_moe._backends import facts as facts_module
 from mega_moe._backends.facts import RankFacts
 from mega_moe.cli import COMMANDS, main
 
@@ -45,6 +48,134 @@ def test_reading_the_command_line_imports_no_subcommand() -> None:
         "sys.exit(any(module in sys.modules for module, _ in COMMANDS.values()))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def program(
+    *words: str, missing: str = "", stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`mega-moe WORDS` in a process of its own, in which the package `missing` cannot be imported."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing.split()!r}))\n"
+        "from mega_moe.cli import main; sys.exit(main())"
+    )
+    # Unbuffered, argparse itself would swallow what a closed pipe says of its help.
+    hidden = ("MEGA_MOE_", "PYTHONUNBUFFERED")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={**inherited, **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+WITHOUT_TORCH = [["--version"], ["--help"], *([*c.split(), "--help"] for c in (*COMMANDS, "bench step"))]
+
+
+@pytest.mark.parametrize("words", WITHOUT_TORCH)
+def test_what_needs_no_torch_imports_none_and_is_quick(words: list[str]) -> None:
+    times = []
+    for _ in range(5):  # the least of several: what else runs on the machine only adds
+        start = time.monotonic()
+        done = program(*words, missing="torch numpy")
+        times.append(time.monotonic() - start)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+        if min(times) < 0.6:
+            return
+    raise AssertionError(times)
+
+
+def test_bench_tells_of_the_command_below_it() -> None:
+    assert "mega-moe bench step" in program("bench", "--help", missing="torch").stdout
+
+
+@pytest.mark.parametrize("command", ["explain", "bench", "bench step"])
+def test_a_command_that_needs_torch_says_so(command: str) -> None:
+    done = program(*command.split(), missing="torch")
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"mega-moe {command.split(maxsplit=1)[0]}: error: torch is missing: see `mega-moe doctor`\n"
+    )
+
+
+def test_doctor_without_torch_says_what_to_install() -> None:
+    done = program("doctor", missing="torch")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""
+    assert "torch: none" in done.stdout
+    assert "kernels_sha256" in done.stdout or "dist-info" not in mega_moe.__path__[0]
+    advice = [line for line in done.stdout.splitlines() if line.startswith("advice: ")]
+    assert advice in (
+        ["advice: torch is missing: pip install 'torch>=2.10'"],
+        [
+            "advice: torch is missing: pip install 'torch'"
+        ],  # the package is not installed: no metadata says which
+    )
+
+
+@pytest.mark.parametrize("error", [ImportError("libcudart.so.13: no such file"), OSError("wrong ELF class")])
+def test_doctor_with_a_torch_that_does_not_load(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> list[RankFacts]:
+        raise error
+
+    monkeypatch.setattr(_doctor, "_facts", broken)
+    assert main(["doctor"]) == 1
+    told = f"torch cannot be used ({error}): pip install --force-reinstall torch"
+    assert f"advice: {told}" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("MEGA_MOE_BACKEND", "nope", "MEGA_MOE_BACKEND: got 'nope', want auto, fused, deep_gemm"),
+        ("MEGA_MOE_DEBUG", "yes", "MEGA_MOE_DEBUG: got 'yes', want 0 or 1"),
+        ("MEGA_MOE_STRICT", "on", "MEGA_MOE_STRICT: got 'on', want 0 or 1"),
+        ("MEGA_MOE_STRICT", "1", "strict mode forbids falling back to 'grouped'"),
+        ("MEGA_MOE_BACKEND", "fused", "backend 'fused' cannot serve this request"),
+    ],
+)
+def test_doctor_is_1_where_the_environment_refuses_every_buffer(
+    name: str, value: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv(name, value)
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    assert f"  a buffer gets: none: {why}" in told
+    assert f"environment: {name}={value}" in told
+
+
+def test_explain_names_what_the_environment_asks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGA_MOE_STRICT", "1")
+    assert main(["explain", "--device", "cpu"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert "chosen: none: strict mode forbids falling back to 'grouped'" in told
+    assert "environment: MEGA_MOE_STRICT=1" in told
+    assert main(["explain", "--device", "cpu", "--json"]) == 1
+    assert "strict mode" in json.loads(capsys.readouterr().out)["refusal"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["bench", "--help"], ["explain"], ["doctor", "--json"]])
+def test_a_closed_pipe_ends_without_a_word(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = program(*words, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_missing_numpy_is_not_told_of() -> None:
+    done = program("explain", "--device", "cpu", missing="numpy")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_explain_says_which_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +216,8 @@ def test_doctor_tells_versions_library_devices_and_verdicts(capsys: pytest.Captu
     assert isinstance(found["library"]["loaded"], bool)
     assert found["library"]["loaded"] or found["library"]["reason"]
     assert found["devices"]
+    assert "code" not in found["library"]  # sixteen hashes help nobody who reads
+    assert found["shared_memory_bytes"] is None or found["shared_memory_bytes"] > 0
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     for word in ("versions", "library", "devices", "grouped: accepted", torch.__version__):
@@ -117,7 +250,7 @@ def examine_with(monkeypatch: pytest.MonkeyPatch, *facts: RankFacts) -> dict[str
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(facts))
     by_device = {fact.device: fact for fact in facts}
-    monkeypatch.setattr(_doctor, "collect", lambda device, group=None: by_device[device])
+    monkeypatch.setattr(facts_module, "collect", lambda device, group=None: by_device[device])
     monkeypatch.setattr(_doctor, "_nvidia_smi", lambda *words: "NV18" if words[0] == "topo" else "580.1")
     return _doctor.examine()
 
@@ -180,7 +313,7 @@ def test_doctor_is_1_when_nothing_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = RankFacts(device="xpu:0")
-    monkeypatch.setattr(_doctor, "collect", lambda device, group=None: lost)
+    monkeypatch.setattr(facts_module, "collect", lambda device, group=None: lost)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor"]) == 1
     assert "runs on cpu and cuda, the device is xpu:0" in capsys.readouterr().out
@@ -198,6 +331,18 @@ def test_train_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "held-out loss" in told.err
     assert main(words(tmp_path, "--steps", "4", "--resume")) == 0
     assert "weights moved  yes" in capsys.readouterr().out
+
+
+def test_train_says_why_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mega_moe.demo.trainer.MOVED", 10.0)
+    assert main(words(tmp_path, "--steps", "1")) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(
+        "mega-moe train: error: not every weight was trained: the least moved has changed by "
+    )
+    assert "must by more than 1000.0%" in told
 
 
 @pytest.mark.parametrize(

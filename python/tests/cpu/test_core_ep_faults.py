@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import mega_moe
 from mega_moe import FallbackWarning, MoEBuffer, PeerError
@@ -135,6 +136,7 @@ def test_the_choice_is_made_from_the_facts_of_all_ranks() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, str], type[Exception], str]] = {
+    "more-slots-than-experts": ({"top_k": 9}, {}, ValueError, "top_k: got 9, want at most the 8 experts"),
     "no-experts": ({"num_experts": 0}, {}, ValueError, "num_experts: got 0"),
     "top_k": ({"top_k": 17}, {}, ValueError, "top_k: got 17, want in [1, 16]"),
     "type": ({"hidden": "128"}, {}, TypeError, "hidden: got '128' (str), want an int"),
@@ -204,6 +206,22 @@ def not_a_member(rank: int) -> None:
 
 def test_a_process_outside_the_group() -> None:
     FOUR.values(not_a_member)
+
+
+def of_a_mesh(rank: int) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "ep"))
+    with pytest.raises(
+        ValueError, match=r"group: got a DeviceMesh of the dimensions \['data', 'ep'\], want one"
+    ):
+        MoEBuffer(mesh, **SIZES)
+    with pytest.raises(TypeError, match=r"group: got 'ep' \(str\), want a ProcessGroup, a DeviceMesh of one"):
+        MoEBuffer("ep", **SIZES)  # type: ignore[arg-type]
+    with MoEBuffer(mesh["ep"], **SIZES) as buffer:
+        return buffer.rank, buffer.num_ranks
+
+
+def test_a_device_mesh_of_one_dimension_is_a_group() -> None:
+    assert TWO.values(of_a_mesh) == [(0, 2), (1, 2)]
 
 
 # Calls

@@ -15,7 +15,7 @@ import torch
 
 from mega_moe import LibraryError
 from mega_moe._backends import facts as module
-from mega_moe._backends.facts import RankFacts, as_device, collect, default_device, package_version
+from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
 from mega_moe._ops import library
 
 
@@ -24,7 +24,7 @@ def test_facts_of_the_cpu_are_this_machine() -> None:
     assert (fact.device, fact.device_type, fact.group_backend) == ("cpu", "cpu", "gloo")
     assert fact.torch_version == torch.__version__
     assert fact.python_version == platform.python_version()
-    assert fact.package_version == package_version()
+    assert fact.package_version == library.package_version()
     assert fact.library_loaded == library.status().loaded
     assert (fact.library_reason is None) == fact.library_loaded
     assert fact.compute_capability is fact.device_uuid is fact.num_sms is None
@@ -152,7 +152,7 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert package_version() == "0+unknown"
+    assert library.package_version() == "0+unknown"
 
 
 @pytest.fixture

@@ -27,12 +27,15 @@ before = dict(os.environ), libraries(), threading.active_count(), set(sys.module
 opened = []
 sys.addaudithook(lambda event, args: opened.append((event, str(args[0]))) if event in AUDITED else None)
 import mega_moe
+bare = set(sys.modules) - before[3]
+_ = mega_moe.moe  # brings the layer with all that it needs
 events = [e for e in opened if not e[1].endswith((".py", ".pyc"))]
 after = dict(os.environ), libraries(), threading.active_count(), set(sys.modules)
 print(json.dumps({
     "environment": before[0] == after[0],
     "libraries": sorted(set(after[1]) - set(before[1])),
     "threads": after[2] - before[2],
+    "bare": sorted(bare),
     "modules": sorted(after[3] - before[3]),
     "events": events,
     "cuda": torch.cuda.is_initialized(),
@@ -61,6 +64,7 @@ for _ in range(10):
     if os.fork() == 0:
         start = time.process_time()
         import mega_moe
+        _ = mega_moe.moe
         os.write(writer, f"{1e3 * (time.process_time() - start):.2f} ".encode())
         os._exit(0)
     os.wait()
@@ -118,6 +122,20 @@ def test_import_needs_torch_alone(report: dict[str, Any]) -> None:
     assert not [name for name in report["modules"] if name.startswith(above)]
 
 
+def test_the_import_alone_brings_nothing(report: dict[str, Any]) -> None:
+    assert report["bare"] == ["mega_moe"]
+
+
+def test_the_import_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import mega_moe; print(mega_moe.__version__, dir(mega_moe))"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "'MoEBuffer'" in done.stdout
+    assert done.stdout.startswith(mega_moe.__version__)
+
+
 def test_public_names(report: dict[str, Any]) -> None:
     assert report["public"] == sorted(mega_moe.__all__)
     assert report["version"]
@@ -172,6 +190,20 @@ def run_pytest(folder: Path, **environment: str) -> subprocess.CompletedProcess[
         CUDA_VISIBLE_DEVICES="",
         **environment,
     )
+
+
+def test_tests_of_big_memory_wait_for_one_another(tmp_path: Path) -> None:
+    shutil.copy(CONFTEST, tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  big_memory\n")
+    (tmp_path / "test_one.py").write_text(
+        "import pathlib, time, pytest\ndef note(word):\n"
+        "    with (pathlib.Path(__file__).parent / 'notes').open('a') as notes: notes.write(word)\n"
+        "@pytest.mark.big_memory\ndef test_one():\n    note('begin '); time.sleep(2); note('end ')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path) for _ in range(2)]
+    assert [process.wait(120) for process in both] == [0, 0]
+    assert (tmp_path / "notes").read_text() == "begin end begin end "
 
 
 def test_a_gpu_test_is_skipped_with_a_reason(tmp_path: Path) -> None:

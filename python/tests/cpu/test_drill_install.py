@@ -193,6 +193,18 @@ def test_wheel_without_its_library(copied: Path) -> None:
     assert python(TRAIN, path=copied).stdout == "trained on grouped\n"
 
 
+def test_a_build_without_kernels_says_so(copied: Path) -> None:
+    (copied / "mega_moe/_lib/mega_moe_ops.so").unlink()
+    (copied / "mega_moe/_lib/build.json").write_text('{"version": "0.1.0", "architectures": [], "code": {}}')
+    done = python(DOCTOR, path=copied)
+    assert done.returncode == 0, done.stderr
+    why = "this build holds no kernels, it was made with MEGA_MOE_BUILD_KERNELS=0"
+    assert f"advice: {why}: a wheel, or a build with a CUDA compiler, holds them" in done.stdout.splitlines()
+    explained = python(DOCTOR.replace("doctor", "explain"), path=copied).stdout
+    assert f"fused: refused: the compiled library is not loaded: {why}" in explained
+    assert "chosen: grouped" in explained
+
+
 def test_glibc_too_old(copied: Path) -> None:
     """The same library, asking for a symbol version that no system has."""
     path = copied / "mega_moe/_lib/mega_moe_ops.so"
@@ -254,7 +266,8 @@ def test_import_before_a_worker_starts(how: str, tmp_path: Path) -> None:
         "import multiprocessing, sys\nimport mega_moe, torch\n"
         f"def work():\n    exec({TRAIN!r})\n    sys.stdout.flush()\n"
         "if __name__ == '__main__':\n"
-        "    status = mega_moe._ops.library.status()\n    assert not torch.cuda.is_initialized()\n"
+        "    from mega_moe._ops import library\n    _ = mega_moe.moe, library.status()\n"
+        "    assert not torch.cuda.is_initialized()\n"
         f"    torch.set_num_threads(1)\n    context = multiprocessing.get_context({how!r})\n"
         "    worker = context.Process(target=work)\n    worker.start()\n    worker.join(120)\n"
         "    sys.exit(worker.exitcode)\n"
@@ -274,7 +287,10 @@ def test_import_before_a_worker_starts(how: str, tmp_path: Path) -> None:
 
 def test_import_before_torch(copied: Path) -> None:
     """The order of imports does not matter; the library on its own could not even be opened."""
-    done = python("import mega_moe, torch; print(mega_moe._ops.library.status().loaded)", path=copied)
+    done = python(
+        "import mega_moe, torch; from mega_moe._ops import library; print(library.status().loaded)",
+        path=copied,
+    )
     assert done.stdout == "True\n", done.stderr
     path = copied / "mega_moe/_lib/mega_moe_ops.so"
     done = python(f"import ctypes; ctypes.CDLL({str(path)!r})")
@@ -282,7 +298,7 @@ def test_import_before_torch(copied: Path) -> None:
 
 
 def test_no_torch_at_all(copied: Path) -> None:
-    done = python("import sys; sys.modules['torch'] = None; import mega_moe", path=copied)
+    done = python("import sys; sys.modules['torch'] = None; import mega_moe; mega_moe.moe", path=copied)
     assert done.returncode == 1
     assert "torch" in done.stderr.splitlines()[-1]
 

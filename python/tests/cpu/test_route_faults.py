@@ -44,7 +44,15 @@ def abort_word(rank: int, role: int, kind: int, index: int) -> int:
         (
             record(faults.HEADER, faults.ARRIVAL, 6, 16, 17),
             RankTimeoutError,
-            ["rank 3 of 8", "600 s", "arrival", "rank 6 to launch", "seen 16", "wanted 17"],
+            [
+                "rank 3 of 8",
+                "600 s",
+                "arrival",
+                "rank 6 to launch",
+                "seen 16",
+                "wanted 17",
+                "num_reserved_sms leaves them some",
+            ],
         ),
         (
             record(faults.BLOCK_FLAG, faults.PROGRESS, 2 * 128 + 9, 16, 17),
@@ -54,7 +62,13 @@ def abort_word(rank: int, role: int, kind: int, index: int) -> int:
         (
             record(faults.GRID_BARRIER, faults.PROGRESS, 4, 100, 132),
             RankTimeoutError,
-            ["grid barrier", "CTA 4", "seen 100", "wanted 132"],
+            [
+                "grid barrier",
+                "CTA 4",
+                "seen 100",
+                "wanted 132",
+                "where other kernels hold the SMs, such as NCCL's",
+            ],
         ),
         (
             record(faults.PULL_SOURCE, faults.PROGRESS, 2 * 128 + 9, 16, 17),

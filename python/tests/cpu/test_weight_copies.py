@@ -199,6 +199,11 @@ def written_through_data(layer: MegaMoE) -> None:
     layer.gate_up_proj.data.mul_(2)
 
 
+def written_through_its_storage(layer: MegaMoE) -> None:
+    storage = layer.gate_up_proj.untyped_storage()
+    storage.copy_((layer.gate_up_proj.detach() * 2).untyped_storage())
+
+
 def written_by_numpy(layer: MegaMoE) -> None:
     layer.down_proj.detach().view(torch.int16).numpy()[:] ^= 1 << 14
 
@@ -229,7 +234,7 @@ SEEN = [
     loaded,
     loaded_by_assignment,
 ]
-UNSEEN = [written_through_data, written_by_numpy, under_the_old_version]
+UNSEEN = [written_through_data, written_through_its_storage, written_by_numpy, under_the_old_version]
 
 
 def named(change: Callable[[MegaMoE], None]) -> str:

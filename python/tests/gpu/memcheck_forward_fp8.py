@@ -53,7 +53,7 @@ def main(num_ranks: int, device: torch.device) -> None:
             for seed, (layer, judge) in enumerate(zip(layers, judges)):
                 print(f"{case}, {KINDS[seed]}, pool of {pool} rows", flush=True)
                 there = on_device(layer, device)
-                ranks.weights(0, there)
+                ranks.forward_copies(0, there)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 print("  weights are quantized", flush=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,18 +17,10 @@ from ._forward import Layer, random_experts, random_layer
 from ._virtual import random_ids
 from .test_forward_offsets import LIMIT
 
-pytestmark = pytest.mark.timeout(180, method="thread")
+# The time that a test waits for another of its kind does not count.
+pytestmark = [pytest.mark.big_memory, pytest.mark.timeout(180, method="thread", func_only=True)]
 
 TOKENS_AT_ONCE = 1 << 14  # of each rank, in fp64
-
-
-@pytest.fixture(autouse=True)
-def memory() -> Iterator[None]:
-    """Tens of gigabytes, given back for the other tests."""
-    yield
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def assert_all_right(layer: Layer, dy: Sequence[Tensor], got: Sequence[Gradients]) -> None:

@@ -30,7 +30,8 @@ def train():
 """
 FORKED = """
 import os
-status = mega_moe._ops.library.status()
+from mega_moe._ops import library
+_, status = mega_moe.moe, library.status()
 assert status.loaded, status.reason
 assert not torch.cuda.is_initialized()
 child = os.fork()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,18 +9,10 @@ from ._forward import Layer, assert_right, assert_same_bits, random_experts, ran
 from ._forward_ranks import new_ranks
 from ._virtual import random_ids
 
-pytestmark = pytest.mark.timeout(90, method="thread")
+# The time that a test waits for another of its kind does not count.
+pytestmark = [pytest.mark.big_memory, pytest.mark.timeout(90, method="thread", func_only=True)]
 
 LIMIT = 1 << 31
-
-
-@pytest.fixture(autouse=True)
-def memory() -> Iterator[None]:
-    """Tens of gigabytes, given back for the other tests."""
-    yield
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def assert_ends(layer: Layer, y: list[torch.Tensor]) -> None:

@@ -10,19 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from mega_moe._backends.decide import BACKENDS
 from mega_moe._base.types import PRECISIONS
 from mega_moe.bench import schema
-from mega_moe.bench.environment import describe
-from mega_moe.bench.ranks import Context, joined
 from mega_moe.bench.schema import StepResult, StepRow
-from mega_moe.bench.step.measure import StepOptions, measure_backend
 from mega_moe.bench.step.shapes import MODELS, Model, find_model
-from mega_moe.integrations import make_meshes
+
+# What a run needs is imported by it: help and refused words come without torch.
+if TYPE_CHECKING:
+    from mega_moe.bench.ranks import Context
 
 # Too slow to train a model with; it can be named.
 _NOT_BY_DEFAULT = "reference"
@@ -71,10 +69,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; 0 when every backend was measured or refused, 1 when one failed, 2 for bad words."""
+    """Runs the command; 1 when a backend failed or all were refused, 2 for bad words, else 0."""
     words = parser().parse_args(argv)
     try:
         _check(words)
+        from mega_moe.bench.ranks import joined
+
         with joined(words.device) as context, _group_of_one(context):
             model = _model(words, context)
             result = _run(words, model, context, argv)
@@ -87,15 +87,22 @@ def main(argv: list[str]) -> int:
 
                     draw(result, words.plot)
     except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise
         print(f"mega-moe bench step: {error.name} is missing: pip install 'mega-moe[demo]'", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"mega-moe bench step: {error}", file=sys.stderr)
         return 2
-    return 1 if any(row.status == "failed" for row in result.rows) else 0
+    statuses = {row.status for row in result.rows}
+    return 1 if "failed" in statuses or "measured" not in statuses else 0
 
 
 def _run(words: argparse.Namespace, model: Model, context: Context, argv: list[str]) -> StepResult:
+    from mega_moe.bench.environment import describe
+    from mega_moe.bench.step.measure import StepOptions, measure_backend
+    from mega_moe.integrations import make_meshes
+
     ep_size = words.ep_size or int(os.environ.get("LOCAL_WORLD_SIZE", context.num_ranks))
     meshes = make_meshes(context.device.type, ep_size)
     layers = words.layers or _layers(model, context, ep_size)
@@ -153,6 +160,8 @@ def _model(words: argparse.Namespace, context: Context) -> Model:
 def _layers(model: Model, context: Context, ep_size: int) -> int:
     if context.device.type != "cuda":
         return model.num_layers
+    import torch
+
     free, _ = torch.cuda.mem_get_info(context.device)
     # The rank with the least memory decides for all.
     return model.layers_that_fit(int(context.minimum(free)), context.num_ranks, ep_size)
@@ -161,6 +170,8 @@ def _layers(model: Model, context: Context, ep_size: int) -> int:
 @contextmanager
 def _group_of_one(context: Context) -> Iterator[None]:
     """FSDP2 wants a process group: a single process without torchrun is one of size 1."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         yield
         return
