@@ -1,20 +1,12 @@
-"""How a model's own experts are read: the small protocol, and the module's call once it is switched."""
+"""How a model's own experts are read: the small protocol between a family of modules and the layer."""
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-
-from mega_moe.api import moe
-from mega_moe.buffer import MoEBuffer
-from mega_moe.nn import flat, in_shape_of
 
 
 class Sizes(NamedTuple):
@@ -63,16 +55,20 @@ class ExpertAdapter(Protocol):
         """``[E, 2I, H]`` with I gate rows then I up rows, and ``[E, H, I]``."""
         ...
 
+    def clamp(self, module: nn.Module) -> float | None:
+        """The experts' own limit of gate and up, as `mega_moe.moe` takes it; None: they have none."""
+        ...
+
     def arguments(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """What the model passes to ``module``'s forward."""
         ...
 
     def reroute(self, router: nn.Module, output: Any, topk_idx: Tensor) -> Any:
-        """The router's ``output`` with ``topk_idx`` for its ids, and its own weights for them."""
+        """The router's ``output`` with ``topk_idx`` for its ids, and its own weights for them; -1 masks a slot."""
         ...
 
     def ids(self, output: Any) -> Tensor:
-        """The ids in a router's ``output``."""
+        """The ids in a router's ``output``; -1 in a slot that the router gives to no expert."""
         ...
 
 
@@ -90,7 +86,7 @@ class PackedExperts:
         return False
 
     def refusals(self, module: nn.Module) -> list[str]:
-        return []
+        return packed_faults(self.weights(module), self.parameters)
 
     def top_k(self, module: nn.Module) -> int:
         return int(module.top_k)  # type: ignore[arg-type]
@@ -105,6 +101,9 @@ class PackedExperts:
     def weights(self, owner: nn.Module) -> tuple[Tensor, Tensor]:
         return owner.gate_up_proj, owner.down_proj  # type: ignore[return-value]
 
+    def clamp(self, module: nn.Module) -> float | None:
+        return None
+
     def arguments(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         return Arguments(*args, **kwargs)
 
@@ -115,137 +114,30 @@ class PackedExperts:
         raise NotImplementedError(f"{self.family}: this adapter does not say what a router returns")
 
 
-@dataclass(eq=False)
-class Served:
-    """What a switched module holds beside its parameters: who serves it, and who watches."""
-
-    adapter: ExpertAdapter
-    buffer: MoEBuffer
-    name: str
-    sizes: Sizes
-    activation_clamp: float | None = None
-    gradient_scale: float = 1.0
-    """What the weights' gradients are multiplied by, where nothing else divides them."""
-    called_by_model: bool = True
-    """Whether the model itself calls the owner of the parameters, or a switched module above it does."""
-    watch: Callable[[Tensor, Tensor], None] | None = None
-    """Called with (y, ids) of each call."""
-
-    def __call__(self, owner: nn.Module, call: Arguments) -> Tensor:
-        x, dtype = call.x, self.adapter.dtype or call.x.dtype
-        if self.adapter.dtype is None and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        gate_up, down = (local(weight).to(dtype) for weight in self.adapter.weights(owner))
-        if self.gradient_scale != 1.0:
-            gate_up, down = (_scaled_gradient(w, self.gradient_scale) for w in (gate_up, down))
-        ids, weights = flat(call.topk_idx, x), flat(call.topk_weights, x)
-        if weights.dtype not in (torch.float32, torch.bfloat16, dtype):
-            weights = weights.float()
-        y = moe(
-            flat(x, x).to(dtype),
-            ids,
-            weights,
-            gate_up,
-            down,
-            buffer=self.buffer,
-            activation_clamp=self.activation_clamp,
-        )
-        if self.watch is not None:
-            self.watch(y, ids)
-        return in_shape_of(x, y).to(x.dtype)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The tensor itself, and its gradient times a number."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale, None
-
-
-def _scaled_gradient(weight: Tensor, scale: float) -> Tensor:
-    result: Tensor = _ScaledGradient.apply(weight, scale)  # type: ignore[no-untyped-call]
-    return result
-
-
-_classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
-
-
-def switch(module: nn.Module, served: Served) -> None:
-    """Let ``served`` answer the calls of ``module``, in place: parameters, names, hooks and type checks stay."""
-    owner = served.adapter.owner(module)
-    served.called_by_model = owner is module
-    if owner is not module:
-        module.__class__ = _class_of(type(module), outer=True)
-        module._mega_moe_adapter = served.adapter  # type: ignore[assignment]
-    owner.__class__ = _class_of(type(owner), outer=False)
-    owner._mega_moe = served  # type: ignore[assignment]
-
-
-def served_by(module: nn.Module) -> Served | None:
-    """What `switch` gave to a module that owns expert parameters."""
-    found = module.__dict__.get("_mega_moe")
-    return found if isinstance(found, Served) else None
-
-
-def _class_of(base: type[nn.Module], *, outer: bool) -> type[nn.Module]:
-    # A class and not an instance's forward: a copied module must not go on calling the one it was copied from.
-    if (base, outer) not in _classes:
-        # Their signature stays the base's: a trainer may look names of arguments up in it.
-        @functools.wraps(base.forward)
-        def forward_outer(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            adapter = self._mega_moe_adapter
-            # Through the call of the owner: a wrapper such as FSDP2 gathers its weights in that call's hooks.
-            result: Tensor = adapter.owner(self)(*adapter.arguments(self, *args, **kwargs))
-            return result
-
-        @functools.wraps(base.forward)
-        def forward_owner(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            served: Served = self._mega_moe
-            read = served.adapter.arguments if served.called_by_model else _as_they_are
-            return served(self, read(self, *args, **kwargs))
-
-        _classes[base, outer] = type(
-            f"MegaMoE{base.__name__}",
-            (base,),
-            {
-                "forward": forward_outer if outer else forward_owner,
-                "__module__": base.__module__,
-                "__copy__": lambda self: _twin(self, dict(self.__dict__)),
-                "__deepcopy__": _deep_twin,
-                "__reduce_ex__": _refuse_pickling,
-            },
-        )
-    return _classes[base, outer]
-
-
-def _twin(module: nn.Module, state: dict[str, Any]) -> nn.Module:
-    made = type(module).__new__(type(module))
-    made.__dict__.update(state)
-    return made
-
-
-def _deep_twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    made = memo[id(module)] = _twin(module, {})
-    made.__dict__.update(copy.deepcopy(module.__dict__, memo))
-    return made
-
-
-def _refuse_pickling(module: nn.Module, _: int) -> NoReturn:
-    # Pickle would look the class up by its name, and say only that it is not there.
-    raise TypeError(
-        f"{type(module).__name__}: a converted model cannot be pickled whole; save model.state_dict(), which also fits "
-        "the model that was not converted"
-    )
-
-
-def _as_they_are(_: nn.Module, *args: Any) -> Arguments:
-    return Arguments(*args)
+def packed_faults(weights: tuple[Tensor, Tensor], names: tuple[str, ...]) -> list[str]:
+    """What keeps two parameters from being ``[E, 2I, H]`` and ``[E, H, I]`` of plain numbers."""
+    faults = []
+    for name, weight, want in zip(names, weights, ("[E, 2I, H]", "[E, H, I]")):
+        kind = type(weight)
+        if kind not in (Tensor, nn.Parameter) and not hasattr(weight, "to_local"):
+            faults.append(
+                f"{name} is a {kind.__name__}, want a plain tensor: quantized experts are not served"
+            )
+        elif weight.dtype.itemsize < 2 or not weight.dtype.is_floating_point:
+            dtype = str(weight.dtype).removeprefix("torch.")
+            faults.append(
+                f"{name} is {dtype} {list(weight.shape)}, want bf16 or fp32 {want}: "
+                "packed or quantized experts are not served, load them unquantized"
+            )
+        elif weight.dim() != 3:
+            faults.append(f"{name} has shape {list(weight.shape)}, want {want}")
+    if not faults:
+        (experts, rows, hidden), down = weights[0].shape, weights[1].shape
+        if rows % 2 or tuple(down) != (experts, hidden, rows // 2):
+            faults.append(
+                f"{names[0]} is {list(weights[0].shape)} and {names[1]} {list(down)}, want [E, 2I, H] and [E, H, I]"
+            )
+    return faults
 
 
 def local(weight: Tensor) -> Tensor:

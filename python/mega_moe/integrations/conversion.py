@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mega_moe._backends.facts import as_device
 from mega_moe.buffer import MoEBuffer
-from mega_moe.integrations.adapters import ExpertAdapter, Served, Sizes, served_by, switch
+from mega_moe.integrations.adapters import ExpertAdapter, Sizes
 from mega_moe.integrations.config import DispatchConfig
+from mega_moe.integrations.served import DeviceBuffers, Served, forward_fault, served_by, switch, unswitch
 from mega_moe.integrations.torchtitan import TorchTitanExperts
-from mega_moe.integrations.transformers import TransformersExperts
+from mega_moe.integrations.transformers_experts import TransformersExperts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,8 +40,13 @@ class Converted:
     """Names of the switched modules."""
     kept: tuple[str, ...]
     """Names of the MoE layers that were left as they are."""
-    buffers: tuple[MoEBuffer, ...]
-    """One for each size of layer."""
+    _sites: tuple[tuple[weakref.ref[nn.Module], ExpertAdapter], ...] = field(repr=False)
+    _buffers: tuple[DeviceBuffers, ...] = field(repr=False)
+
+    @property
+    def buffers(self) -> tuple[MoEBuffer, ...]:
+        """One for each size of layer and each device that such layers lie on or were called on."""
+        return tuple(buffer for buffers in self._buffers for buffer in buffers)
 
     @property
     def reason(self) -> str:
@@ -46,9 +54,18 @@ class Converted:
         return "; ".join(buffer.reason for buffer in self.buffers)
 
     def destroy(self) -> None:
-        """Give the buffers back; the switched modules raise when called afterwards."""
-        for buffer in self.buffers:
-            buffer.destroy()
+        """Give the buffers back and undo the switch: the layers compute by themselves, and may be converted again.
+
+        For memory that another program needs for a while, or for longer sequences. Backwards that are still to come
+        raise. Experts that are spread over ranks stay so, and raise when called before the next `convert`.
+        """
+        for reference, adapter in self._sites:
+            module = reference()
+            served = None if module is None else served_by(adapter.owner(module))
+            if module is not None and served is not None and served.buffers in self._buffers:
+                unswitch(module, adapter)
+        for buffers in self._buffers:
+            buffers.destroy()
 
 
 def find(model: nn.Module, adapters: Sequence[ExpertAdapter] = ()) -> list[Site]:
@@ -88,7 +105,9 @@ def convert(
         dtype: of x in the calls, as far as it decides the choice of the backend; default: the weights' own. With mixed
             precision over fp32 weights it is the precision's.
         device: where the calls run; default: the weights' device, or for weights on the meta device the current GPU.
-        activation_clamp: see `mega_moe.moe`.
+            Layers on several devices get a buffer on each, and a model that is moved later gets its buffers in its
+            first call there, which is then collective over ``mesh``.
+        activation_clamp: see `mega_moe.moe`; default: the limit that the model's own experts have.
         adapters: for experts of one's own, see `ExpertAdapter`.
 
     Raises:
@@ -109,44 +128,66 @@ def convert(
     tokens = config.max_tokens_per_rank or sequence_length
     if tokens is None:
         raise ValueError("max_tokens_per_rank: not set, and no sequence_length was given")
-    buffers: dict[Sizes, MoEBuffer] = {}
+    clamps = [_clamp(site, activation_clamp) for site in chosen]
+    group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
+    buffers: dict[tuple[Sizes, torch.device | None], DeviceBuffers] = {}
     try:
         for site in chosen:
-            sizes = site.adapter.sizes(site.module)
-            if sizes not in buffers:
-                buffers[sizes] = MoEBuffer(
-                    mesh.get_group() if mesh is not None and mesh.size() > 1 else None,
-                    **sizes._asdict(),
-                    max_tokens_per_rank=tokens,
-                    precision=config.precision,
-                    dw_precision=config.dw_precision,
-                    scale_format=config.scale_format,
-                    backend=config.backend,
-                    dtype=dtype or site.adapter.dtype or _weight(site).dtype,
-                    device=device or _device(site),
-                    num_reserved_sms=config.num_reserved_sms,
-                    save_gate_up=config.save_gate_up,
-                    strict=config.strict,
-                )
+            key = site.adapter.sizes(site.module), _device(site, device)
+            if key not in buffers:
+
+                def build(where: torch.device | None, of_x: torch.dtype, sizes: Sizes = key[0]) -> MoEBuffer:
+                    return MoEBuffer(
+                        group,
+                        **sizes._asdict(),
+                        max_tokens_per_rank=tokens,
+                        precision=config.precision,
+                        dw_precision=config.dw_precision,
+                        scale_format=config.scale_format,
+                        backend=config.backend,
+                        dtype=of_x,
+                        device=where,
+                        num_reserved_sms=config.num_reserved_sms,
+                        save_gate_up=config.save_gate_up,
+                        strict=config.strict,
+                    )
+
+                of_x = dtype or site.adapter.dtype or _weight(site).dtype
+                buffers[key] = DeviceBuffers(build, key[1], of_x)
     except Exception:
-        for buffer in buffers.values():
-            buffer.destroy()
+        for built in buffers.values():
+            built.destroy()
         raise
-    for site in chosen:
+    for site, clamp in zip(chosen, clamps):
         sizes = site.adapter.sizes(site.module)
+        own = buffers[sizes, _device(site, device)]
         if mesh is not None and mesh.size() > 1:
             _spread(site, mesh)
-        switch(site.module, Served(site.adapter, buffers[sizes], site.name, sizes, activation_clamp))
+        switch(site.module, Served(site.adapter, own, next(iter(own)), site.name, sizes, clamp))
     kept = tuple(site.name for site in sites if site not in chosen)
-    return Converted(tuple(site.name for site in chosen), kept, tuple(buffers.values()))
+    switched = tuple((weakref.ref(site.module), site.adapter) for site in chosen)
+    return Converted(tuple(site.name for site in chosen), kept, switched, tuple(buffers.values()))
 
 
 def _faults(sites: list[Site]) -> Iterator[str]:
     for site in sites:
         if served_by(site.adapter.owner(site.module)) is not None:
             yield f"{site.name}: is switched already"
-        for reason in site.adapter.refusals(site.module):
+        owner = site.adapter.owner(site.module)
+        own = [
+            fault
+            for part in dict.fromkeys((site.module, owner))
+            if (fault := forward_fault(part)) is not None
+        ]
+        for reason in (*site.adapter.refusals(site.module), *own):
             yield f"{site.name} ({type(site.module).__name__}): {reason}"
+
+
+def _clamp(site: Site, asked: float | None) -> float | None:
+    own = site.adapter.clamp(site.module)
+    if asked is not None and own is not None and asked != own:
+        raise ValueError(f"activation_clamp: got {asked}, the experts of {site.name} have {own}")
+    return asked if own is None else own
 
 
 def _weight(site: Site) -> Tensor:
@@ -154,8 +195,10 @@ def _weight(site: Site) -> Tensor:
     return weight
 
 
-def _device(site: Site) -> torch.device | None:
-    device = _weight(site).device
+def _device(site: Site, asked: torch.device | str | None) -> torch.device | None:
+    device = _weight(site).device if asked is None else as_device(asked)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return None if device.type == "meta" else device
 
 

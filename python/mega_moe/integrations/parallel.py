@@ -7,6 +7,7 @@ full shape, so optimizers, `torch.distributed.checkpoint` and a later run with a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mega_moe.integrations.adapters import served_by
+from mega_moe.integrations.served import served_by
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 
 class Meshes(NamedTuple):
@@ -54,6 +55,7 @@ def shard(
     gradients: Literal["sum", "mean"] = "mean",
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
+    offload_policy: OffloadPolicy | None = None,
 ) -> None:
     """`fully_shard` a converted model: each switched layer's experts over ``data``, blocks and the rest over all ranks.
 
@@ -66,12 +68,20 @@ def shard(
             the number of all ranks where the others are averaged over them.
         mp_policy: mixed precision, for all parameters alike.
         reshard_after_forward: as of `fully_shard`.
+        offload_policy: as of `fully_shard`, for all parameters alike. With torch's CPUOffloadPolicy shards, gradients
+            and the optimizer's state lie on the CPU; `convert` must then have been given the device of the calls,
+            or a model that lay there.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
 
     policy = mp_policy or MixedPrecisionPolicy()
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    if offload_policy is not None:
+        if meshes.world.device_type == "cpu" and getattr(offload_policy, "pin_memory", False):
+            # Nothing is copied to a device, and torch pins memory only where there is one.
+            offload_policy = dataclasses.replace(offload_policy, pin_memory=False)  # type: ignore[call-arg]
+        options["offload_policy"] = offload_policy
     # Experts are given what the model computes, routing weights in fp32 among it.
     as_given = {
         **options,

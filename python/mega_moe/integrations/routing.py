@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mega_moe.integrations.adapters import ExpertAdapter, served_by
+from mega_moe.integrations.adapters import ExpertAdapter
+from mega_moe.integrations.served import served_by
 
 _ROUTERS = ("gate", "router")
 
 
 class RoutingReplay:
     """Records the expert ids that the routers of a converted model choose, and replays ids of another run.
+
+    An id of -1, given or recorded, is a slot without an expert: it adds nothing, and where a router divides by the sum
+    of a token's weights it is not in it.
 
     A generator and a trainer round differently, so near ties send a token to other experts in each; replaying the
     generator's ids makes the trainer compute the same layers. Weights are the trainer's own for the given ids, so the
@@ -60,7 +65,7 @@ class RoutingReplay:
 
     @contextmanager
     def replay(self, ids: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, layer l routes by ``ids[l]``, global expert ids in the shape of its router's own.
+        """Inside, layer l routes by ``ids[l]``, global expert ids or -1, in the shape of its router's own.
 
         One forward and its backward belong inside: a checkpointed layer routes again when it is recomputed.
         """
@@ -111,7 +116,7 @@ class LoadMeter:
         self._num_experts = torch.tensor([served.sizes.num_experts for served in layers], device=device)
         self._layers = layers
         for layer, served in enumerate(layers):
-            served.watch = lambda y, ids, layer=layer: self._watch(layer, y, ids)
+            served.watch = functools.partial(self._watch, layer)
 
     def max_over_mean(self) -> Tensor:
         """``[L]``: load of the busiest expert over the mean one's, 1 where even; NaN before anything was counted."""
@@ -130,9 +135,17 @@ class LoadMeter:
         if y.requires_grad:
             y.register_hook(lambda _: self._count(layer, ids))
 
+    def _follow(self, device: torch.device) -> None:
+        """Move with a model that went from the CPU to a GPU; of layers on several GPUs the first has the table."""
+        if self.tokens_per_expert.device.type == "cpu" and device.type != "cpu":
+            self.tokens_per_expert = self.tokens_per_expert.to(device)
+            self._num_experts = self._num_experts.to(device)
+
     @torch.no_grad()
     def _count(self, layer: int, ids: Tensor) -> None:
-        flat = ids.reshape(-1).to(torch.int64)
+        self._follow(ids.device)
+        # From GPU to GPU, where layers lie on several; the host waits for neither.
+        flat = ids.reshape(-1).to(self.tokens_per_expert.device, torch.int64, non_blocking=True)
         # Masked slots add zero to expert 0. scatter_add_ waits for nothing, which bincount does on a GPU.
         self.tokens_per_expert[layer].scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))
 

@@ -44,6 +44,9 @@ class TorchTitanExperts:
         gate, up, down = (local(getattr(owner, name)).to(torch.bfloat16) for name in self.parameters)
         return torch.cat((gate, up), dim=1), down
 
+    def clamp(self, module: nn.Module) -> float | None:
+        return None
+
     def arguments(
         self,
         module: nn.Module,

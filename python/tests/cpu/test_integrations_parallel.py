@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +37,7 @@ def sharded(ep_size: int, *, gradients: Any = "sum", device: str = "cpu", **opti
     meshes = make_meshes("cpu", ep_size)
     with torch.device(device):
         model = Model()
-    convert(
+    model.done = convert(
         model,
         GROUPED,
         sequence_length=TOKENS,
@@ -117,6 +117,56 @@ def train(rank: int, ep_size: int, fused: bool, gradients: str) -> None:
 )
 def test_training_is_that_of_one_process(ep_size: int, fused: bool, gradients: str) -> None:
     FOUR.values(train, ep_size, fused, gradients)
+
+
+def offloaded(rank: int) -> None:
+    """Shards and gradients on the CPU, without pinned memory, which a machine without a GPU has not."""
+    want, _ = run_alone(1, 1e9, fused=False)
+    meshes = make_meshes("cpu", 2)
+    model = Model()
+    convert(model, GROUPED, sequence_length=TOKENS, mesh=meshes.expert, adapters=[OwnAdapter()])
+    shard(model, meshes, model.blocks, gradients="sum", offload_policy=CPUOffloadPolicy())
+    states = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    assert len(states) == 5
+    assert all(isinstance(state.offload_policy, CPUOffloadPolicy) for state in states if state is not None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    loss_of(model, *(mine(rank, t) for t in batch(0))).backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert relative_l2(full(p), want[name]) < 1e-4, name
+
+
+def test_the_offload_policy_is_passed_on() -> None:
+    FOUR.values(offloaded)
+
+
+def asleep(rank: int) -> None:
+    """The switch undone and done again on shards: the parts stay, and so do the scales of their gradients."""
+    model = sharded(4, gradients="mean")
+    x, target = (mine(rank, t) for t in batch(0))
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        loss_of(model, x, target, len(x)).backward()
+        return {n: full(p.grad).clone() for n, p in model.named_parameters()}
+
+    want = gradients()
+    model.done.destroy()
+    again = convert(
+        model, GROUPED, sequence_length=2 * TOKENS, mesh=make_meshes("cpu", 4).expert, adapters=[OwnAdapter()]
+    )
+    assert again.buffers[0].max_tokens_per_rank == 2 * TOKENS
+    got = gradients()
+    for name, grad in want.items():
+        assert relative_l2(got[name], grad) < 1e-6, name
+    again.destroy()
+    # Not through the model: FSDP does not get over an error in the middle of a forward.
+    with pytest.raises(RuntimeError, match="spread over ranks and not served since destroy"):
+        model.blocks[0].experts.forward(x, x, x)
+
+
+def test_sharded_layers_sleep_and_wake() -> None:
+    FOUR.values(asleep)
 
 
 def not_finite(rank: int) -> None:
