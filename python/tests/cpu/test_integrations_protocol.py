@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from functools import partial
 
@@ -68,10 +67,6 @@ def test_round_trip_through_an_unconverted_model() -> None:
 def test_a_copy_has_weights_of_its_own() -> None:
     model = Model()
     switched(model)
-    with pytest.raises(
-        TypeError, match=r"a converted model cannot be pickled whole; save model\.state_dict\(\)"
-    ):
-        torch.save(model, io.BytesIO())
     twin = copy.deepcopy(model)
     x = torch.randn(8, 32)
     before = model(x)
