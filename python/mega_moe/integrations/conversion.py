@@ -118,7 +118,9 @@ def convert(
     sites = find(model, adapters)
     if not sites:
         known = ", ".join(adapter.family for adapter in (*adapters, *ADAPTERS))
-        raise ValueError(f"model: {type(model).__name__} has no MoE layer of a known family ({known})")
+        raise ValueError(
+            f"model: {type(model).__name__} has no MoE layer of a known family ({known}){_unknown(model)}"
+        )
     chosen = [sites[index] for index in config.select(len(sites))]
     faults = list(_faults(chosen))
     if faults:
@@ -167,6 +169,21 @@ def convert(
     kept = tuple(site.name for site in sites if site not in chosen)
     switched = tuple((weakref.ref(site.module), site.adapter) for site in chosen)
     return Converted(tuple(site.name for site in chosen), kept, switched, tuple(buffers.values()))
+
+
+def _unknown(model: nn.Module) -> str:
+    """The classes of modules that may well be experts: their own parameters have a dimension more than matrices."""
+    kinds = dict.fromkeys(
+        f"{type(module).__module__}.{type(module).__qualname__}"
+        for module in model.modules()
+        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    )
+    if not kinds:
+        return "; no module of it holds weights [experts, out, in] either"
+    return (
+        f": {', '.join(kinds)} may be experts, but have neither gate_up_proj, down_proj and the marks of transformers' "
+        "experts nor TorchTitan's token_dispatcher and inner_experts; for others give convert() an adapter"
+    )
 
 
 def _faults(sites: list[Site]) -> Iterator[str]:

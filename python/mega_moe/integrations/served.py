@@ -187,9 +187,7 @@ def unswitch(module: nn.Module, adapter: ExpertAdapter) -> None:
     module.__dict__.pop("_mega_moe_adapter", None)
     for part in {module, owner}:
         if type(part) in _plain and not _spread(part):
-            part.__class__ = _plain[type(part)]
-        if "_old_forward" in part.__dict__:
-            part._old_forward = MethodType(type(part).forward, part)  # type: ignore[assignment]
+            _give_class(part, _plain[type(part)])
 
 
 def served_by(module: nn.Module) -> Served | None:
@@ -230,14 +228,19 @@ def _told(forward: Any) -> str:
 
 
 def _take(module: nn.Module, *, outer: bool) -> None:
-    """Give ``module`` our class, once, and its hooks our forward."""
+    """Give ``module`` our class, unless it is under another library's that is made of ours."""
+    if not any(kind in _plain for kind in type(module).__mro__):
+        _give_class(module, _class_of(type(module), outer=outer))
+
+
+def _give_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Let ``module`` be a ``kind``, where it keeps its class's forward on the instance too."""
     if _is_its_class_s(module.__dict__.get("forward"), module):
         del module.__dict__["forward"]
     hooked = _is_its_class_s(module.__dict__.get("_old_forward"), module)
-    if not any(kind in _plain for kind in type(module).__mro__):
-        module.__class__ = _class_of(type(module), outer=outer)
+    module.__class__ = kind
     if hooked:
-        module._old_forward = MethodType(type(module).forward, module)  # type: ignore[assignment]
+        module._old_forward = MethodType(kind.forward, module)  # type: ignore[assignment]
 
 
 _classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
@@ -258,7 +261,7 @@ def _methods(base: type[nn.Module], *, outer: bool) -> dict[str, Any]:
     # Their signature stays the base's: a trainer may look names of arguments up in it.
     @functools.wraps(base.forward)
     def forward_outer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter = self._mega_moe_adapter
+        adapter = getattr(self, "_mega_moe_adapter", None)
         if adapter is None:
             return _forward_of_base(self, base, args, kwargs)
         owner = adapter.owner(self)
@@ -269,7 +272,8 @@ def _methods(base: type[nn.Module], *, outer: bool) -> dict[str, Any]:
 
     @functools.wraps(base.forward)
     def forward_owner(self: Any, *args: Any, **kwargs: Any) -> Any:
-        served: Served | None = self._mega_moe
+        # Somebody may hold this forward when the switch is undone.
+        served: Served | None = getattr(self, "_mega_moe", None)
         if served is None:
             return _forward_of_base(self, base, args, kwargs)
         if "forward" in self.__dict__:

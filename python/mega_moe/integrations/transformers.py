@@ -1,161 +1,231 @@
-"""Hugging Face transformers (5.0 and later): Qwen3MoE and every class whose experts have the same layout.
+"""transformers' own switch: with this module imported, ``experts_implementation="mega_moe"`` means this library.
 
-Nothing of transformers is imported: its experts say what they are by the marks that its decorator leaves on them.
+``from_pretrained(..., experts_implementation="mega_moe")`` and ``set_experts_implementation("mega_moe")`` then serve
+every family whose experts lie as `mega_moe.integrations.convert` takes them. Buffers come with the first call, from
+the shapes that it has, and are shared by layers of one size. Over expert-parallel ranks of transformers' own,
+``DistributedConfig(ep_implementation="mega_moe")`` exchanges the tokens inside the kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import logging
+import warnings
+from typing import Any, NoReturn, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mega_moe.integrations.adapters import PackedExperts
+from mega_moe._base.errors import BackendRefusedError
+from mega_moe.integrations.adapters import Arguments, local
+from mega_moe.integrations.config import DispatchConfig
+from mega_moe.integrations.served import autocast_dtype, compute, making_a_graph
+from mega_moe.integrations.shared_buffers import SharedBuffer, keep_for_backward, shared_buffer
+from mega_moe.integrations.transformers_experts import TransformersExperts
+from mega_moe.nn import in_shape_of
 
-# Under which name a model's configuration keeps k.
-_TOP_K = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "top_k_experts",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k",
-)
-# The marks, and what they must be for a gated SwiGLU expert without biases in [gate; up] order.
-_MARKS = {
-    "has_gate": (True, "a gate projection"),
-    "has_bias": (False, "no biases"),
-    "is_transposed": (False, "weights as [experts, out, in]"),
-    "is_concatenated": (True, "gate rows before up rows, not interleaved"),
-    "has_post_expert_norm": (False, "no norm after an expert"),
-    "_is_expert_parallel": (False, "all experts here: give convert() the mesh instead"),
-}
+try:
+    from transformers import PreTrainedModel
+    from transformers import __version__ as _version
+    from transformers.integrations.moe import ExpertsInterface
+except ImportError as error:
+    raise ImportError(
+        f"mega_moe.integrations.transformers: needs transformers 5 with torch: {error}"
+    ) from error
 
-
-class TransformersExperts(PackedExperts):
-    """Modules with ``gate_up_proj``, ``down_proj`` and the marks of transformers' experts decorator."""
-
-    family = "transformers"
-
-    def matches(self, module: nn.Module) -> bool:
-        return all(hasattr(module, name) for name in ("is_transposed", "has_bias", "config", "down_proj"))
-
-    def refusals(self, module: nn.Module) -> list[str]:
-        found = [
-            f"{name} is {getattr(module, name)}, want {wanted}: {meaning}"
-            for name, (wanted, meaning) in _MARKS.items()
-            if getattr(module, name, wanted) != wanted
-        ]
-        if found:
-            return found
-        if not hasattr(module, "gate_up_proj"):
-            return ["it has no gate_up_proj"]
-        if self._top_k(module) is None:
-            return [f"its configuration has none of {', '.join(_TOP_K)}"]
-        return _activation(module)
-
-    def top_k(self, module: nn.Module) -> int:
-        found = self._top_k(module)
-        assert found is not None
-        return found
-
-    def arguments(
-        self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Any:
-        return super().arguments(module, hidden_states, top_k_index, top_k_weights)
-
-    def ids(self, output: Any) -> Tensor:
-        if not isinstance(output, tuple) or len(output) != 3:
-            raise ValueError(
-                f"the router returns {type(output).__name__}, want a tuple (logits, weights, ids)"
-            )
-        topk_idx: Tensor = output[2]
-        return topk_idx
-
-    def reroute(self, router: nn.Module, output: Any, topk_idx: Tensor) -> Any:
-        logits, weights, own = output
-        rule = _rule_of(router, logits, weights, own)
-        return logits, rule(logits, topk_idx).to(weights.dtype), topk_idx
-
-    def _top_k(self, module: nn.Module) -> int | None:
-        for name in _TOP_K:
-            value = getattr(module.config, name, None)
-            if isinstance(value, int):
-                return value
-        return None
+NAME = "mega_moe"
+_LAYER = "_mega_moe_layer"
+_adapter = TransformersExperts()
+_log = logging.getLogger(__name__)
 
 
-def _activation(module: nn.Module) -> list[str]:
-    """Whether the gate function is SwiGLU, asked by running it: names of activations and overrides tell less."""
-    apply_gate = getattr(module, "_apply_gate", None)
-    if apply_gate is None:
-        return ["it does not say how it gates (_apply_gate)"]
-    gate = torch.cat((torch.linspace(-8, 8, 33), torch.tensor([-1e3, 1e3])))
-    up = torch.cat((torch.linspace(3, -3, 33), torch.tensor([1e3, -1e3])))
+class _Settings:
+    """What `register` was given. A layer that was judged under other settings is judged again."""
+
+    config: DispatchConfig | None = None
+    otherwise: str | None = None
+
+
+_settings = _Settings()
+
+
+class _Layer:
+    """What the switch knows of one module of experts."""
+
+    def __init__(self, settings: _Settings, clamp: float | None, shared: SharedBuffer | None) -> None:
+        self.settings = settings
+        self.clamp = clamp
+        self.shared = shared
+        """None: transformers' implementation ``settings.otherwise`` computes instead."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled or copied model makes its own with its first call.
+        return type(None), ()
+
+
+def register(config: DispatchConfig | None = None, *, otherwise: str | None = None) -> None:
+    """Register with transformers, or register again with other settings. Importing this module does it with none.
+
+    Args:
+        config: precision, backend and the rest of every buffer, for layers "all"; ``max_tokens_per_rank`` is what a
+            buffer starts with, and over expert-parallel ranks what it holds for good. None: the defaults of
+            `DispatchConfig`, and no reserved SMs in a process without other ranks.
+        otherwise: name of one of transformers' implementations, such as "grouped_mm", for experts that this library
+            refuses, with a warning that has the reason. None: the refusal is raised.
+
+    Raises:
+        ValueError: ``config`` selects layers, or transformers has no implementation ``otherwise``.
+        RuntimeError: this transformers takes no registered implementation.
+    """
+    global _settings  # noqa: PLW0603
+    if config is not None and config.layers != "all":
+        raise ValueError(
+            f'layers: got {config.layers!r}, want "all": transformers switches whole models, convert() layers'
+        )
+    ExpertsInterface.register(NAME, experts_forward)
+    known = set(ExpertsInterface()) - {NAME}  # type: ignore[no-untyped-call, unused-ignore]
+    if otherwise is not None and otherwise not in known:
+        raise ValueError(f"otherwise: got {otherwise!r}, want one of {', '.join(sorted(known))}")
     try:
-        with torch.no_grad():
-            got = apply_gate(torch.cat((gate, up))[None])[0]
-    except RuntimeError as error:  # an activation with parameters of its own, elsewhere than on the CPU
-        return [f"its activation cannot be tried out: {error}"]
-    want = F.silu(gate) * up
-    if got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5):
-        return []
-    return [
-        f"its activation ({getattr(module, 'act_fn', apply_gate)}) is not silu(gate) * up without a clamp"
-    ]
+        PreTrainedModel.get_correct_experts_implementation(cast("Any", None), NAME)
+    except ValueError as error:
+        raise RuntimeError(
+            f"transformers {_version} takes no experts implementation but its own: use a later one, or "
+            "mega_moe.integrations.convert"
+        ) from error
+    _register_refusal_of_fp8()
+    _register_expert_parallel()
+    _settings = _Settings()
+    _settings.config, _settings.otherwise = config, otherwise
 
 
-Rule = Callable[[Tensor, Tensor], Tensor]
+def reserve(model: nn.Module, tokens: int) -> None:
+    """Judge the experts of ``model`` and build their buffers for calls of up to ``tokens`` tokens, before any call.
+
+    For a model whose first call is already compiled as one graph or captured, where nothing can be built. The number
+    of slots a token comes from the configuration, the device from the weights.
+    """
+    for module in model.modules():
+        if _adapter.matches(module):
+            gate_up, _ = _adapter.weights(module)
+            top_k = _adapter.top_k(module)
+            _prepare(module, tokens, top_k, gate_up.device, autocast_dtype(gate_up) or gate_up.dtype)
 
 
-def _softmax(logits: Tensor, ids: Tensor) -> Tensor:
-    return logits.softmax(-1, dtype=torch.float32).gather(-1, ids)
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What transformers calls with a module of experts: ``[T, H]``, ids and weights ``[T, K]`` -> ``[T, H]``.
+
+    Ids of the module's own experts; where it is one of several expert-parallel ranks, those that it lacks are masked.
+    """
+    x, ids = hidden_states, top_k_index
+    tokens, top_k = x.shape[:-1].numel(), ids.shape[-1]
+    dtype = _dtype(self, x)
+    layer: _Layer | None = getattr(self, _LAYER, None)
+    if not _serves(layer, tokens, top_k, x.device, dtype):
+        layer = _prepare(self, tokens, top_k, x.device, dtype)
+    assert layer is not None
+    if layer.shared is None:
+        own: Any = ExpertsInterface()[layer.settings.otherwise]  # type: ignore[no-untyped-call, unused-ignore]
+        result: Tensor = own(self, hidden_states, top_k_index, top_k_weights)
+        return result
+    gate_up, down = (local(weight) for weight in _adapter.weights(self))
+    if getattr(self, "_is_expert_parallel", False):
+        ids = ids.masked_fill(ids >= gate_up.shape[0], -1)
+    buffer = layer.shared.use()
+    y, _ = compute(Arguments(x, ids, top_k_weights), (gate_up, down), buffer, dtype, layer.clamp)
+    keep_for_backward(y, buffer)
+    return in_shape_of(x, y).to(x.dtype)
 
 
-def _sigmoid(logits: Tensor, ids: Tensor) -> Tensor:
-    return logits.float().sigmoid().gather(-1, ids)
+def _dtype(module: nn.Module, x: Tensor) -> torch.dtype:
+    weight: Any = getattr(module, "gate_up_proj", x)
+    return autocast_dtype(x) or weight.dtype
 
 
-def _gathered(scores: Tensor, ids: Tensor) -> Tensor:
-    return scores.float().gather(-1, ids)
+def _serves(layer: _Layer | None, tokens: int, top_k: int, device: torch.device, dtype: torch.dtype) -> bool:
+    if layer is None or layer.settings is not _settings:
+        return False
+    return layer.shared is None or layer.shared.fits(tokens, top_k, device, dtype)
 
 
-def _normalised(rule: Rule) -> Rule:
-    def apply(logits: Tensor, ids: Tensor) -> Tensor:
-        weights = rule(logits, ids)
-        return weights / weights.sum(-1, keepdim=True)
-
-    return apply
-
-
-# The router's own probabilities may come instead of its logits: gathering them is a rule as well.
-_RULES: tuple[Rule, ...] = (
-    _softmax,
-    _normalised(_softmax),
-    _sigmoid,
-    _normalised(_sigmoid),
-    _gathered,
-    _normalised(_gathered),
+_IN_A_GRAPH = (
+    "the first call of so many tokens is in a compiled or captured graph, where no buffer can be built: make one such "
+    "call outside it, or call mega_moe.integrations.transformers.reserve"
 )
 
 
-def _rule_of(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> Rule:
-    """The rule by which the router weighs ids, found once by comparing with its own weights of its own ids."""
-    known: Rule | None = router.__dict__.get("_mega_moe_rule")
-    if known is not None:
-        return known
-    tolerance = 1e-2 if weights.dtype != torch.float32 else 1e-4
-    for rule in _RULES:
-        with torch.no_grad():
-            if torch.allclose(
-                rule(logits, ids).float(), weights.float(), rtol=tolerance, atol=tolerance * 0.1
-            ):
-                router.__dict__["_mega_moe_rule"] = rule
-                return rule
+# Not traced: where the compiler may break the graph, the buffer is built between its parts.
+@torch.compiler.disable(reason=_IN_A_GRAPH)  # type: ignore[untyped-decorator, unused-ignore]
+def _prepare(module: nn.Module, tokens: int, top_k: int, device: torch.device, dtype: torch.dtype) -> _Layer:
+    """Judge the module, find or build its buffer, and keep both with the module."""
+    if making_a_graph():
+        raise RuntimeError(f"{type(module).__name__} of {tokens} tokens: {_IN_A_GRAPH}")
+    settings = _settings
+    try:
+        layer = _judged(module, settings, tokens, top_k, device, dtype)
+    except (ValueError, BackendRefusedError) as error:
+        if settings.otherwise is None:
+            raise
+        warnings.warn(f"{error}; {settings.otherwise} computes them instead", UserWarning, stacklevel=2)
+        layer = _Layer(settings, None, None)
+    setattr(module, _LAYER, layer)
+    return layer
+
+
+def _judged(
+    module: nn.Module, settings: _Settings, tokens: int, top_k: int, device: torch.device, dtype: torch.dtype
+) -> _Layer:
+    kind = type(module).__name__
+    if faults := _adapter.layout_faults(module):
+        raise ValueError(f'{kind}: experts_implementation="{NAME}" cannot serve it: ' + "; ".join(faults))
+    gate_up, down = (local(weight) for weight in _adapter.weights(module))
+    sizes = (gate_up.shape[0], top_k, gate_up.shape[2], down.shape[2])
+    shared = shared_buffer(sizes, device, dtype, settings.config, None)
+    if shared.grow(tokens):
+        _say(shared)
+    return _Layer(settings, _adapter.clamp(module), shared)
+
+
+_said: set[str] = set()
+
+
+def _say(shared: SharedBuffer) -> None:
+    # A choice that falls back has warned with the reason already.
+    backend = shared.buffer.backend
+    if backend not in _said and (backend == "fused" or shared.config.backend != "auto"):
+        _said.add(backend)
+        _log.warning("experts of transformers are served by mega_moe: %s", shared.buffer.reason)
+
+
+def _refuse_fp8(self: nn.Module, *_: Any, **__: Any) -> NoReturn:
     raise ValueError(
-        f"{type(router).__name__}: its weights are neither softmax nor sigmoid of its logits, normalised or not; "
-        "give an adapter with a reroute() of its own"
+        f'{type(self).__name__}: experts_implementation="{NAME}" takes bf16 or fp32 weights, these are quantized to '
+        'fp8: load them dequantized, and ask for fp8 products with register(DispatchConfig(precision="fp8"))'
     )
+
+
+def _register_refusal_of_fp8() -> None:
+    try:
+        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    except ImportError:
+        return  # this transformers has no registry of their own for them
+    FP8ExpertsInterface.register(NAME, _refuse_fp8)
+
+
+def _register_expert_parallel() -> None:
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:
+        return  # this transformers has no such door, or torch no torch.distributed
+    from mega_moe.integrations.transformers_ep import ExpertParallel
+
+    EPImplementationInterface.register(NAME, ExpertParallel)
+
+
+def settings_of_expert_parallel() -> DispatchConfig | None:
+    """The ``config`` of the last `register`."""
+    return _settings.config
+
+
+register()

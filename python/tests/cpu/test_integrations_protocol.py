@@ -191,7 +191,7 @@ def test_a_refusal_has_every_reason_and_changes_nothing() -> None:
         model,
         lambda: convert(model, GROUPED, sequence_length=64),
         ValueError,
-        "no MoE layer of a known family",
+        r"no MoE layer of a known family .*_trainers\.Experts may be experts, but have neither gate_up_proj",
     )
     unchanged(
         model,
@@ -204,6 +204,13 @@ def test_a_refusal_has_every_reason_and_changes_nothing() -> None:
         lambda: switched(model, DispatchConfig(strict=True)),
         BackendRefusedError,
         "strict mode forbids",
+    )
+    dense = torch.nn.Linear(2, 2)
+    unchanged(
+        dense,
+        lambda: convert(dense, GROUPED, sequence_length=64),
+        ValueError,
+        r"no module of it holds weights \[experts",
     )
     assert [site.name for site in find(model, [OwnAdapter()])] == ["blocks.0.experts", "blocks.1.experts"]
     switched(model)

@@ -106,16 +106,22 @@ def test_what_removing_a_hook_leaves_behind_is_served() -> None:
     model = Model(layers=1)
     experts = model.blocks[0].experts
     experts.forward = experts.forward
-    switched(model)
+    done = switched(model)
     assert calls_of(model, x_of())[1] == 1
+    experts.forward = experts.forward
+    assert calls_of(model, x_of())[1] == 1
+    done.destroy()
+    assert calls_of(model, x_of())[1] == 0
 
 
 @pytest.mark.parametrize("give", [by_closure, by_partial, wrapped])
 def test_a_wrapper_set_after_the_switch_is_served(give: Callable[[nn.Module], None]) -> None:
     model = Model(layers=1)
-    switched(model)
+    done = switched(model)
     give(model.blocks[0].experts)
     assert calls_of(model, x_of())[1] == 1
+    done.destroy()
+    assert calls_of(model, x_of())[1] == 0
 
 
 def test_a_replacement_set_after_the_switch_is_refused_when_it_is_called() -> None:
