@@ -72,12 +72,12 @@ def test_one_of_each_variant_wherever_the_sources_lie(kernels: Path) -> None:
 @pytest.mark.parametrize(
     "apply",
     [
-        add("device/role/route.cuh", "// A comment.\n"),
+        add("device/route/route.cuh", "// A comment.\n"),
         add("layout/staging.h", "\n\n/* Another,\nlonger. */\n"),
         edit("host/launch.cpp", "config.gridDim = dim3(blocks);", "config.gridDim =\n  dim3( blocks );"),
-        add("device/role/new.cuh", "constexpr int kNew = 1;\n"),
+        add("device/route/new.cuh", "constexpr int kNew = 1;\n"),
         add("host/new.cpp", "int made_of() { return 1; }\n"),
-        add("device/kernel/sm90_new.cuh", '#include "device/role/route.cuh"\n'),
+        add("device/kernel/sm90_new.cuh", '#include "device/route/route.cuh"\n'),
         edit("variants.toml", "threads = 384\n", "threads = 384  # why\n"),
         edit("variants.toml", "spill_bytes = 208", "spill_bytes = 209"),
         add("cmake/flags.cmake", "# why\n"),
@@ -98,9 +98,9 @@ def test_what_changes_no_code(kernels: Path, apply: Callable[[Path], None]) -> N
             edit("layout/staging.h", "kQuantGroup = 128", "kQuantGroup = 64"),
             {*BEFORE} - {"sm90_clock_probe", "sm90_fp8_quantize_weights"},
         ),
-        (add("device/role/route_count.cuh", "constexpr int kNew = 1;\n"), LAYER | {"sm90_route"}),
-        (add("device/epilogue/swiglu_backward.cuh", "constexpr int kNew = 1;\n"), BACKWARD),
-        (add("device/role/stage_copy.cuh", "constexpr int kNew = 1;\n"), STAGE),
+        (add("device/route/count.cuh", "constexpr int kNew = 1;\n"), LAYER | {"sm90_route"}),
+        (add("device/sm90/epilogue/swiglu_backward.cuh", "constexpr int kNew = 1;\n"), BACKWARD),
+        (add("device/dispatch/stage_copy.cuh", "constexpr int kNew = 1;\n"), STAGE),
         (edit("variants.toml", "threads = 512                #", "threads = 256  #"), {"sm90_route"}),
         (add("host/stage.cpp", "int made_of() { return 1; }\n"), STAGE),
         (add("host/forward.cpp", "int made_of() { return 1; }\n"), FORWARD),
@@ -119,8 +119,8 @@ def test_what_changes_the_code_of_some(kernels: Path, apply: Callable[[Path], No
 
 
 def test_a_renamed_header_counts(kernels: Path) -> None:
-    (kernels / "device/role/stage_copy.cuh").rename(kernels / "device/role/stage_moved.cuh")
-    edit("device/kernel/sm90_stage.cuh", "role/stage_copy.cuh", "role/stage_moved.cuh")(kernels)
+    (kernels / "device/dispatch/stage_copy.cuh").rename(kernels / "device/dispatch/stage_moved.cuh")
+    edit("device/kernel/sm90_stage.cuh", "dispatch/stage_copy.cuh", "dispatch/stage_moved.cuh")(kernels)
     assert changed(kernels) == STAGE
 
 
@@ -142,9 +142,9 @@ def test_every_source_of_a_launch_is_found() -> None:
 
 
 def test_what_cannot_be_followed_is_refused(kernels: Path) -> None:
-    add("device/role/route.cuh", '#include "device/role/none.cuh"\n')(kernels)
+    add("device/route/route.cuh", '#include "device/route/none.cuh"\n')(kernels)
     with pytest.raises(
-        FileNotFoundError, match=r"route.cuh: includes device/role/none.cuh, which is not below"
+        FileNotFoundError, match=r"route.cuh: includes device/route/none.cuh, which is not below"
     ):
         hash_variants(kernels)
 

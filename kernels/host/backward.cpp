@@ -1,10 +1,10 @@
 #include "mega_moe/backward.h"
 
-#include "device/role/backward_params.h"
 #include "host/layer_launch.h"
 #include "host/make_status.h"
 #include "host/route_params.h"
 #include "host/tensor_map.h"
+#include "layout/backward_params.h"
 #include "layout/gradients.h"
 #include "layout/layer_shared.h"
 #include "layout/symmetric.h"
@@ -25,7 +25,7 @@ struct Map {
     std::int64_t rows;
     std::int64_t columns;
     std::uint32_t box;  // rows, or blocks of columns
-    device::TensorMap& map;
+    layout::TensorMap& map;
 };
 
 template <int Count>
@@ -39,7 +39,7 @@ Status encode(decltype(&map_rows) make, const Map (&maps)[Count]) noexcept {
 
 // Operands of the products whose rows are loaded, in bf16.
 Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                    const Parts& parts, device::BackwardParams& p) noexcept {
+                    const Parts& parts, layout::BackwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     const std::int64_t gate_up_rows = local.num_local * 2 * local.intermediate;
     constexpr std::uint32_t kHeight = layout::kTileRows;
@@ -65,7 +65,7 @@ Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape
 
 // The same in e4m3, and what makes them.
 Status map_quantized_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local,
-                              std::byte* workspace, const Parts& parts, device::BackwardParams& p) noexcept {
+                              std::byte* workspace, const Parts& parts, layout::BackwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     const std::int64_t hidden = local.hidden;
     const std::int64_t inner = local.intermediate;
@@ -87,7 +87,7 @@ Status map_quantized_operands(const BackwardProblem& problem, const layout::Work
     };
     p.codes[0] = {x, reinterpret_cast<float*>(workspace + parts[layout::kXScalePool])};
     p.codes[1] = {dy, reinterpret_cast<float*>(workspace + parts[layout::kDyScalePool])};
-    p.rounding = device::scale_rounding(problem.power_of_two);
+    p.rounding = layout::scale_rounding(problem.power_of_two);
     if (local.num_ranks == 1) {
         std::byte* codes = workspace + parts[layout::kOwnCodes];
         auto* scales = reinterpret_cast<float*>(workspace + parts[layout::kOwnScales]);
@@ -109,7 +109,7 @@ Status map_quantized_operands(const BackwardProblem& problem, const layout::Work
 
 // What is stored, and the operands of the weights' gradients: bf16 in every precision.
 Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                 const Parts& parts, device::BackwardParams& p) noexcept {
+                 const Parts& parts, layout::BackwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     const std::int64_t hidden = local.hidden;
     const std::int64_t intermediate = local.intermediate;
@@ -156,7 +156,7 @@ Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& l
 }
 
 void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                const Parts& parts, device::BackwardParams& p) noexcept {
+                const Parts& parts, layout::BackwardParams& p) noexcept {
     const RouteShape& shape = problem.route.shape;
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
     const layout::Staging staging =
@@ -179,7 +179,7 @@ void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& lo
 }
 
 void place_counters(const layout::WorkspaceShape& local, std::byte* workspace, const Parts& parts,
-                    device::BackwardParams& p) noexcept {
+                    layout::BackwardParams& p) noexcept {
     const std::int64_t blocks = layout::num_row_blocks(local.max_slots());
     p.counters = reinterpret_cast<std::uint32_t*>(workspace + parts[layout::kCounters]);
     p.num_counters = local.counters();
@@ -196,7 +196,7 @@ void place_counters(const layout::WorkspaceShape& local, std::byte* workspace, c
 }
 
 void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShape& local,
-                     std::byte* workspace, const Parts& parts, device::BackwardParams& p) noexcept {
+                     std::byte* workspace, const Parts& parts, layout::BackwardParams& p) noexcept {
     const auto hidden = static_cast<std::int32_t>(local.hidden);
     const auto intermediate = static_cast<std::int32_t>(local.intermediate);
     auto* partials = reinterpret_cast<float*>(workspace + parts[layout::kPartials]);
@@ -232,7 +232,7 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     const layout::WorkspaceShape local = workspace_shape(route.shape);
     const Parts parts = layout::make_workspace(local);
     auto* workspace = static_cast<std::byte*>(route.workspace);
-    device::BackwardParams p{};
+    layout::BackwardParams p{};
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     status = quantized ? map_quantized_operands(problem, local, workspace, parts, p)

@@ -1,10 +1,10 @@
 #include "mega_moe/forward.h"
 
-#include "device/role/forward_params.h"
 #include "host/layer_launch.h"
 #include "host/make_status.h"
 #include "host/route_params.h"
 #include "host/tensor_map.h"
+#include "layout/forward_params.h"
 #include "layout/layer_shared.h"
 #include "layout/pools.h"
 #include "layout/staging.h"
@@ -17,7 +17,7 @@ namespace {
 using Parts = layout::Layout<layout::kWorkspaceParts>;
 
 Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                 const Parts& parts, device::ForwardParams& p) noexcept {
+                 const Parts& parts, layout::ForwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     constexpr std::uint32_t kHeight = layout::kTileRows;
     const std::int64_t hidden = local.hidden;
@@ -30,7 +30,7 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
         std::int64_t rows;
         std::int64_t columns;
         std::uint32_t box_rows;
-        device::TensorMap& map;
+        layout::TensorMap& map;
     };
     const Map maps[] = {
         {"x pool", x_pool, rows, hidden, kHeight, p.x_load},
@@ -53,9 +53,9 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
 }
 
 void place_scales(const ForwardProblem& problem, std::byte* workspace, const Parts& parts,
-                  std::int64_t staged, device::ForwardParams& p) noexcept {
+                  std::int64_t staged, layout::ForwardParams& p) noexcept {
     p.moved_scales = {nullptr, workspace + parts[layout::kXScalePool], staged};
-    p.rounding = device::scale_rounding(problem.power_of_two);
+    p.rounding = layout::scale_rounding(problem.power_of_two);
     p.gate_up_scales = problem.gate_up_scales;
     p.down_scales = problem.down_scales;
     p.o_pool = workspace + parts[layout::kOPool];
@@ -82,7 +82,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     auto* workspace = static_cast<std::byte*>(route.workspace);
     const std::int64_t blocks = layout::num_row_blocks(local.max_slots());
 
-    device::ForwardParams p{};
+    layout::ForwardParams p{};
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);

@@ -57,7 +57,7 @@ layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) 
     return {static_cast<std::int64_t*>(rows), bytes / (std::int64_t{ctas} * kRoles * 3 * 8)};
 }
 
-Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const device::RouteParams& params,
+Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const layout::RouteParams& params,
                     void* parameter) noexcept {
     const Variant& variant = *launch.variant;
     const std::int64_t routing =

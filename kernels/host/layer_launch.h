@@ -1,7 +1,7 @@
 #pragma once
-#include "device/role/route_params.h"
 #include "host/device_facts.h"
 #include "host/variant.h"
+#include "layout/route_params.h"
 #include "layout/trace.h"
 #include "layout/workspace.h"
 #include "mega_moe/route.h"
@@ -28,7 +28,7 @@ std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const Laye
 
 // Launches it with one parameter, whose routing part is `params`, unless its shared memory cannot hold the
 // routing.
-Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const device::RouteParams& params,
+Status launch_layer(const LayerLaunch& launch, const RouteProblem& route, const layout::RouteParams& params,
                     void* parameter) noexcept;
 
 }  // namespace mega_moe

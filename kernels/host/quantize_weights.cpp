@@ -1,8 +1,8 @@
 #include "mega_moe/quantize_weights.h"
 
-#include "device/role/quantize_weights_params.h"
 #include "host/launch.h"
 #include "host/make_status.h"
+#include "layout/quantize_weights_params.h"
 #include "layout/weight_block.h"
 
 namespace mega_moe {
@@ -15,14 +15,14 @@ Status launch_quantize_weights(const QuantizeWeightsProblem& problem) noexcept {
     // A grid of no blocks is an error of the runtime; there is nothing to make.
     if (!status.ok || problem.num_experts == 0) return status;
 
-    device::QuantizeWeightsParams params{};
+    layout::QuantizeWeightsParams params{};
     params.weight = static_cast<const std::byte*>(problem.weight);
     params.codes = static_cast<std::byte*>(problem.codes);
     params.codes_transposed = static_cast<std::byte*>(problem.codes_transposed);
     params.scales = static_cast<float*>(problem.scales);
     params.row_blocks = static_cast<std::uint32_t>(problem.rows / layout::kWeightBlock);
     params.column_blocks = static_cast<std::uint32_t>(problem.columns / layout::kWeightBlock);
-    params.rounding = device::scale_rounding(problem.power_of_two);
+    params.rounding = layout::scale_rounding(problem.power_of_two);
     const std::int64_t blocks = problem.num_experts * params.row_blocks * params.column_blocks;
     return launch_variant(*variant, static_cast<unsigned>(blocks), 0, &params, problem.stream);
 }

@@ -74,7 +74,7 @@ std::int64_t route_record_words() noexcept {
     return layout::kRecordWords;
 }
 
-device::RouteParams make_route_params(const RouteProblem& problem) noexcept {
+layout::RouteParams make_route_params(const RouteProblem& problem) noexcept {
     const RouteShape& shape = problem.shape;
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
     const layout::WorkspaceShape local = workspace_shape(shape);
@@ -82,7 +82,7 @@ device::RouteParams make_route_params(const RouteProblem& problem) noexcept {
     auto* base = static_cast<std::byte*>(problem.workspace);
     const auto at = [&](layout::WorkspacePart part) { return base + workspace[part]; };
 
-    device::RouteParams p{};
+    layout::RouteParams p{};
     for (std::int64_t rank = 0; rank < shape.num_ranks; ++rank)
         p.endpoint.peers[rank] =
             reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(problem.buffers[rank]));
@@ -141,7 +141,7 @@ Status launch_route(const RouteProblem& problem) noexcept {
         return error_status("num_sms is %lld, must be at most the device's %d",
                             static_cast<long long>(problem.num_sms), facts.num_sms);
     }
-    device::RouteParams params = make_route_params(problem);
+    layout::RouteParams params = make_route_params(problem);
     const std::int64_t sms = problem.num_sms == 0 ? facts.num_sms : problem.num_sms;
     const std::int64_t shared =
         layout::make_route_shared(variant->threads, params.endpoint.num_ranks, params.num_local,

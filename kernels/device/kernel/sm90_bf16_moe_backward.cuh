@@ -1,5 +1,5 @@
 #pragma once
-#include "device/role/backward.cuh"
+#include "device/kernel/backward.cuh"
 
 namespace mega_moe::device {
 
@@ -7,7 +7,7 @@ namespace mega_moe::device {
 // its combine, the gradients of the weights and of the routing weights. Launched as the forward is.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_backward(
-    const __grid_constant__ BackwardParams p) {
+    const __grid_constant__ layout::BackwardParams p) {
     extern __shared__ __align__(1024) std::byte raw[];
     run_backward<C>(p, raw);
 }

@@ -1,5 +1,5 @@
 #pragma once
-#include "device/role/forward.cuh"
+#include "device/kernel/forward.cuh"
 
 namespace mega_moe::device {
 
@@ -8,7 +8,7 @@ namespace mega_moe::device {
 // one to an SM, in clusters of two.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_bf16_moe_forward(
-    const __grid_constant__ ForwardParams p) {
+    const __grid_constant__ layout::ForwardParams p) {
     extern __shared__ __align__(1024) std::byte raw[];
     run_forward<C>(p, raw);
 }

@@ -1,5 +1,5 @@
 #pragma once
-#include "device/role/backward.cuh"
+#include "device/kernel/backward.cuh"
 
 namespace mega_moe::device {
 
@@ -8,7 +8,7 @@ namespace mega_moe::device {
 // The weights' gradients are made of bf16.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_fp8_moe_backward(
-    const __grid_constant__ BackwardParams p) {
+    const __grid_constant__ layout::BackwardParams p) {
     static_assert(C::kQuantizesRows);
     extern __shared__ __align__(1024) std::byte raw[];
     run_backward<C>(p, raw);

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu/check.h"
-#include "device/role/route.cuh"
+#include "device/route/route.cuh"
 #include "host/route_params.h"
 #include "layout/record.h"
 #include "layout/route_shared.h"
@@ -93,7 +93,7 @@ struct World {
     // One launch of the ranks in `present`, each with its number of CTAs.
     void launch(const Ids& ids, const std::vector<unsigned>& ctas, const std::vector<bool>& present = {},
                 int refusing = -1) {
-        std::vector<mega_moe::device::RouteParams> params;
+        std::vector<mega_moe::layout::RouteParams> params;
         std::vector<mega_moe::emulate::Grid> grids;
         params.reserve(ranks.size());
         for (std::size_t r = 0; r < ranks.size(); ++r) {
@@ -121,7 +121,7 @@ struct World {
             if (problem.refuse) problem.num_tokens = shape.max_tokens + 5;
             params.push_back(mega_moe::make_route_params(problem));
             if (!present.empty() && !present[r]) continue;
-            const mega_moe::device::RouteParams& p = params.back();
+            const mega_moe::layout::RouteParams& p = params.back();
             const auto shared =
                 static_cast<std::size_t>(layout::make_route_shared(kThreads, p.endpoint.num_ranks,
                                                                    p.num_local, p.max_blocks, p.one_chunk)

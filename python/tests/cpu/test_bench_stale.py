@@ -188,7 +188,7 @@ def test_rows_of_a_real_change(staleness: ModuleType, tmp_path: Path) -> None:
     left_out = shutil.ignore_patterns("build", "bench", "tests", "__pycache__")
     kernels = Path(shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=left_out))
     code = staleness.Kernels.of(kernels).code
-    with (kernels / "device/role/backward_rows.cuh").open("a") as file:
+    with (kernels / "device/dispatch/prepare_chunk.cuh").open("a") as file:
         file.write("constexpr int kNew = 1;\n")
     now = staleness.Kernels.of(kernels)
     results = sorted((ROOT / "python/benchmarks/results").glob("*.json"))
