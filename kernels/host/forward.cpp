@@ -16,10 +16,13 @@ namespace {
 
 using Parts = layout::Layout<layout::kWorkspaceParts>;
 
-Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                 const Parts& parts, layout::ForwardParams& p) noexcept {
+Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& local,
+                 const layout::KernelFacts& kernel, std::byte* workspace, const Parts& parts,
+                 layout::ForwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
-    constexpr std::uint32_t kHeight = layout::kTileRows;
+    const auto block_m = static_cast<std::uint32_t>(kernel.block_m);
+    // Each CTA of a cluster loads half of the weights that both read.
+    const auto half_n = static_cast<std::uint32_t>(kernel.block_n / 2);
     const std::int64_t hidden = local.hidden;
     const std::int64_t intermediate = local.intermediate;
     const void* x_pool = workspace + parts[layout::kXPool];
@@ -33,23 +36,24 @@ Status make_maps(const ForwardProblem& problem, const layout::WorkspaceShape& lo
         layout::TensorMap& map;
     };
     const Map maps[] = {
-        {"x pool", x_pool, rows, hidden, kHeight, p.x_load},
-        {"x pool", x_pool, rows, hidden, kHeight / 2, p.x_half_load},
-        {"h pool", h_pool, rows, intermediate, kHeight, p.h_load},
-        {"h pool", h_pool, rows, intermediate, kHeight / 2, p.h_half_load},
-        {"w_gate_up", problem.w_gate_up, local.num_local * 2 * intermediate, hidden, 128, p.gate_up_load},
-        {"w_down", problem.w_down, local.num_local * hidden, intermediate, 128, p.down_load},
-        {"h pool", h_pool, rows, intermediate, 16, p.h_store},
+        {"x pool", x_pool, rows, hidden, block_m, p.x_load},
+        {"x pool", x_pool, rows, hidden, block_m / 2, p.x_half_load},
+        {"h pool", h_pool, rows, intermediate, block_m, p.h_load},
+        {"h pool", h_pool, rows, intermediate, block_m / 2, p.h_half_load},
+        {"w_gate_up", problem.w_gate_up, local.num_local * 2 * intermediate, hidden, half_n, p.gate_up_load},
+        {"w_down", problem.w_down, local.num_local * hidden, intermediate, half_n, p.down_load},
+        {"h pool", h_pool, rows, intermediate, layout::kWarpRows, p.h_store},
     };
     const auto map_operand = local.quantize ? map_e4m3_rows : map_rows;
     for (const Map& m : maps) {
         const Status status = map_operand(m.what, m.data, m.rows, m.columns, m.box_rows, m.map);
         if (!status.ok) return status;
     }
-    const Status status = map_rows("o pool", workspace + parts[layout::kOPool], rows, hidden, 16, p.o_store);
+    const Status status =
+        map_rows("o pool", workspace + parts[layout::kOPool], rows, hidden, layout::kWarpRows, p.o_store);
     if (!status.ok || !local.quantize) return status;
     return map_scales("x_sf pool", workspace + parts[layout::kXScalePool], rows, hidden / layout::kQuantGroup,
-                      kHeight, layout::kScaleBlocks, p.x_scale_load);
+                      block_m, layout::kScaleBlocks, p.x_scale_load);
 }
 
 void place_scales(const ForwardProblem& problem, std::byte* workspace, const Parts& parts,
@@ -67,11 +71,10 @@ void place_scales(const ForwardProblem& problem, std::byte* workspace, const Par
 Status launch_forward(const ForwardProblem& problem) noexcept {
     const RouteProblem& route = problem.route;
     LayerLaunch launch{};
-    const Op op = problem.trace != nullptr ? Op::kForwardTrace
-                  : problem.saved_rows > 0 ? Op::kForwardSaving
-                                           : Op::kForward;
-    Status status =
-        prepare_layer(op, route.shape.quantize ? Precision::kFp8 : Precision::kBf16, route, launch);
+    VariantKey key{Op::kForward, route.shape.quantize ? Precision::kFp8 : Precision::kBf16};
+    key.saved = problem.saved_rows > 0 ? Saved::kGateUp : Saved::kNothing;
+    key.trace = problem.trace != nullptr;
+    Status status = prepare_layer(key, route, launch);
     if (!status.ok) return status;
 
     const layout::WorkspaceShape local = workspace_shape(route.shape);
@@ -83,7 +86,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     const std::int64_t blocks = layout::num_row_blocks(local.max_slots());
 
     layout::ForwardParams p{};
-    status = make_maps(problem, local, workspace, parts, p);
+    status = make_maps(problem, local, launch.kernel, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(route);
     p.route.call = local.quantize ? layout::kQuantizedForwardCall : layout::kForwardCall;
@@ -109,10 +112,11 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     p.gate_up_done = p.arrived + blocks;
     p.down_done = p.gate_up_done + blocks;
     p.summed_done = p.down_done;
-    p.summed_wanted = static_cast<std::uint32_t>(local.hidden / layout::kTileColumns * 4);
+    p.summed_wanted =
+        static_cast<std::uint32_t>(local.hidden / launch.kernel.block_n * layout::kStoringWarps);
     p.x_flags = symmetric[layout::kXFlags];
     p.sent_flags = symmetric[layout::kSentFlags];
-    p.home = symmetric[layout::kHome];
+    p.owner_sums = symmetric[layout::kHome];
     p.pool_rows = local.pool_rows;
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);

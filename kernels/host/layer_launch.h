@@ -12,12 +12,13 @@ namespace mega_moe {
 // What a launch of a layer's kernel, forward or backward, goes by.
 struct LayerLaunch {
     const Variant* variant;
+    layout::KernelFacts kernel;
     DeviceFacts facts;
     unsigned ctas;
 };
 
-// Selects the kernel and the number of its CTAs, in clusters of two.
-Status prepare_layer(Op op, Precision precision, const RouteProblem& route, LayerLaunch& launch) noexcept;
+// Selects the kernel and the number of its CTAs, in whole clusters.
+Status prepare_layer(const VariantKey& key, const RouteProblem& route, LayerLaunch& launch) noexcept;
 
 layout::TraceBuffer trace_buffer(void* rows, std::int64_t bytes, unsigned ctas) noexcept;
 

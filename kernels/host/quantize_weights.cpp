@@ -11,7 +11,7 @@ Status launch_quantize_weights(const QuantizeWeightsProblem& problem) noexcept {
     DeviceFacts facts{};
     const Variant* variant = nullptr;
     const Status status =
-        prepare_launch(Op::kQuantizeWeights, Precision::kFp8, problem.device, facts, variant);
+        prepare_launch({Op::kQuantizeWeights, Precision::kFp8}, problem.device, facts, variant);
     // A grid of no blocks is an error of the runtime; there is nothing to make.
     if (!status.ok || problem.num_experts == 0) return status;
 
@@ -24,7 +24,8 @@ Status launch_quantize_weights(const QuantizeWeightsProblem& problem) noexcept {
     params.column_blocks = static_cast<std::uint32_t>(problem.columns / layout::kWeightBlock);
     params.rounding = layout::scale_rounding(problem.power_of_two);
     const std::int64_t blocks = problem.num_experts * params.row_blocks * params.column_blocks;
-    return launch_variant(*variant, static_cast<unsigned>(blocks), 0, &params, problem.stream);
+    return launch_variant(*variant, variant->facts(), static_cast<unsigned>(blocks), 0, &params,
+                          problem.stream);
 }
 
 }  // namespace mega_moe

@@ -135,16 +135,17 @@ layout::RouteParams make_route_params(const RouteProblem& problem) noexcept {
 Status launch_route(const RouteProblem& problem) noexcept {
     DeviceFacts facts{};
     const Variant* variant = nullptr;
-    const Status status = prepare_launch(Op::kRoute, Precision::kNone, problem.device, facts, variant);
+    const Status status = prepare_launch({Op::kRoute}, problem.device, facts, variant);
     if (!status.ok) return status;
     if (problem.num_sms > facts.num_sms) {
         return error_status("num_sms is %lld, must be at most the device's %d",
                             static_cast<long long>(problem.num_sms), facts.num_sms);
     }
+    const layout::KernelFacts kernel = variant->facts();
     layout::RouteParams params = make_route_params(problem);
     const std::int64_t sms = problem.num_sms == 0 ? facts.num_sms : problem.num_sms;
     const std::int64_t shared =
-        layout::make_route_shared(variant->threads, params.endpoint.num_ranks, params.num_local,
+        layout::make_route_shared(kernel.threads, params.endpoint.num_ranks, params.num_local,
                                   params.max_blocks, params.one_chunk)
             .total;
     if (shared > facts.max_shared_bytes) {
@@ -154,7 +155,7 @@ Status launch_route(const RouteProblem& problem) noexcept {
             static_cast<long long>(shared), facts.max_shared_bytes);
     }
     const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(sms, layout::kMaxCtas));
-    return launch_cooperative(*variant, blocks, static_cast<int>(shared), &params, problem.stream);
+    return launch_cooperative(*variant, kernel, blocks, static_cast<int>(shared), &params, problem.stream);
 }
 
 }  // namespace mega_moe

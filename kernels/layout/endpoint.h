@@ -19,7 +19,7 @@ struct Endpoint {
     std::int32_t num_ranks;
 
     template <class T>
-    MEGA_MOE_LAW T* at(std::int64_t peer, std::int64_t offset) const {
+    MEGA_MOE_HD_CONSTEXPR T* at(std::int64_t peer, std::int64_t offset) const {
         return reinterpret_cast<T*>(peers[peer] + offset);
     }
 };

@@ -52,8 +52,8 @@ struct LayerParams {
     std::uint32_t summed_wanted;  // and how much of it
     std::int64_t x_flags;         // offsets in each rank's symmetric buffer
     std::int64_t sent_flags;
-    std::int64_t home;
-    std::int64_t pool_rows;  // of one pool
+    std::int64_t owner_sums;  // where ranks send their sums to the owner rank of a token
+    std::int64_t pool_rows;   // of one pool
     std::int32_t hidden;
     std::int32_t intermediate;
     std::int32_t first_per_warp;  // tokens that each warp copies before the roles part

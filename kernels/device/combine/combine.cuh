@@ -8,8 +8,8 @@
 #include "device/route/ids.cuh"
 #include "device/route/tables.cuh"
 
-// Combine: each resident token's outputs are summed here and travel home once; there the sums of the ranks
-// are added. With one rank the first sum is the result.
+// Combine: a rank sums the outputs of each token that it has experts of and pushes the sum to the token's
+// owner rank, which adds the sums of all ranks. With EP=1 the first sum is the result.
 namespace mega_moe::device {
 
 // The expert of an own token's slot, or what stands for none.
@@ -38,21 +38,21 @@ __device__ __forceinline__ std::uint32_t ranks_of_token(const layout::RouteParam
     return __reduce_or_sync(ptx::kAllLanes, mask);
 }
 
-// What travels beside the rows, by a whole warp: with a resident token's rows here, and into an own token's
-// results at home once everything for it is there.
-struct NothingBeside {
+// What travels with the rows, by a whole warp: `push` with the rows of a token, `sum` into the results of a
+// token of this rank once the sums of all ranks are there.
+struct NoPiggyback {
     __device__ __forceinline__ void push(const TokenRows&, const ChunkView&, bool) const {}
-    __device__ __forceinline__ void home(int, std::uint64_t, bool) const {}
+    __device__ __forceinline__ void sum(int, std::uint64_t, bool) const {}
 };
 
 // One warp's work on both sums, which it takes in turn, whichever is ready. All warps draw from the same
 // lists.
-template <class C, class Beside = NothingBeside>
+template <class C, class Piggyback = NoPiggyback>
 class Combiner {
   public:
     __device__ __forceinline__ Combiner(const layout::LayerParams& params, std::uint64_t launch,
-                                        const Beside& along = {})
-        : p(params), e(params.route.endpoint), beside(along), epoch(launch) {
+                                        const Piggyback& piggyback = {})
+        : p(params), e(params.route.endpoint), piggyback_(piggyback), epoch(launch) {
         num_chunks_ = table_word(p.route.summary, layout::kSummaryChunks);
         view_ = view_chunk(p, 0);
         const ChunkView last = view_chunk(p, num_chunks_ - 1);
@@ -69,34 +69,34 @@ class Combiner {
         fetch_push();
         draw_push();
         fetch_push();
-        draw_home();
+        draw_owned();
         std::int64_t idle_since = 0;
-        for (int polls = 0; push_ >= 0 || home_ >= 0; ++polls) {
+        for (int polls = 0; push_ >= 0 || owned_ >= 0; ++polls) {
             const bool pushes = push_ >= 0 && push_ready();
             if (!pushes) count_pushes();
-            if (!pushes && (home_ < 0 || !home_ready())) {
+            if (!pushes && (owned_ < 0 || !owner_sum_ready())) {
                 if (polls % kPollsPerCheck == 0 && gave_up(idle_since)) return;
                 continue;
             }
             idle_since = 0;
-            tracer.end(pushes ? TraceKind::kWaitPush : TraceKind::kWaitHome, chunk_, 0,
-                       pushes ? push_ : home_);
-            const RowSum sum = pushes ? push_sum() : home_sum();
+            tracer.end(pushes ? TraceKind::kWaitPush : TraceKind::kWaitOwnerSum, chunk_, 0,
+                       pushes ? push_ : owned_);
+            const RowSum sum = pushes ? push_sum() : owner_sum();
             // What the lanes have seen of counters and flags holds for the whole warp.
             __syncwarp();
             sum_rows<C::kSumLoads>(sum, p.hidden);
             if (pushes)
-                beside.push(from_, view_, bad_);
+                piggyback_.push(from_, view_, bad_);
             else
-                beside.home(home_, epoch, bad_);
+                piggyback_.sum(owned_, epoch, bad_);
             __syncwarp();
-            tracer.end(pushes ? TraceKind::kPush : TraceKind::kHome, chunk_, 0, pushes ? push_ : home_);
+            tracer.end(pushes ? TraceKind::kPush : TraceKind::kOwnerSum, chunk_, 0, pushes ? push_ : owned_);
             if (pushes) {
                 if (++uncounted_ == kPushesPerCount) count_pushes();
                 draw_push();
                 fetch_push();
             } else {
-                draw_home();
+                draw_owned();
             }
         }
     }
@@ -139,13 +139,13 @@ class Combiner {
         after_ticket_ = draw_raw(layout::kPushTicket);
     }
 
-    __device__ __forceinline__ void draw_home() {
-        home_ = static_cast<int>(ptx::from_lane(draw_raw(layout::kHomeTicket), 0));
-        if (home_ >= p.route.num_tokens) {
-            home_ = -1;
+    __device__ __forceinline__ void draw_owned() {
+        owned_ = static_cast<int>(ptx::from_lane(draw_raw(layout::kOwnerTicket), 0));
+        if (owned_ >= p.route.num_tokens) {
+            owned_ = -1;
             return;
         }
-        ranks_ = ranks_of_token(p.route, home_, epoch);
+        ranks_ = ranks_of_token(p.route, owned_, epoch);
     }
 
     // One look takes as long as a load from memory, so the upper lanes look for the next entry.
@@ -168,7 +168,7 @@ class Combiner {
         const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
         const bool last = e.num_ranks == 1;
         std::byte* out = last ? p.out + from_.token * row_bytes
-                              : e.at<std::byte>(from_.rank, p.home) +
+                              : e.at<std::byte>(from_.rank, p.owner_sums) +
                                     (std::int64_t{from_.token} * e.num_ranks + e.rank) * row_bytes;
         if (!p.returns_rows) out = nullptr;
         return {p.summed, from_.slot + view_.row_of_slot, from_.rows, out, last && bad_};
@@ -179,7 +179,7 @@ class Combiner {
         if (uncounted_ == 0) return;
         std::uint32_t sent = 0;
         if (ptx::lane_id() == 0) {
-            // The other lanes' stores too, which the home rank may read as soon as it sees the flag.
+            // The other lanes' stores too, which the owner rank may read as soon as it sees the flag.
             if (e.num_ranks > 1) ptx::fence_sys();
             sent = ptx::fetch_add_acq_rel_gpu(p.counters + p.sent + chunk_, uncounted_) + uncounted_;
         }
@@ -189,27 +189,27 @@ class Combiner {
     }
 
     // The ranks' sums for the token are here.
-    __device__ __forceinline__ bool home_ready() {
+    __device__ __forceinline__ bool owner_sum_ready() {
         if (e.num_ranks == 1) return true;
         bool missing = false;
         if ((ranks_ >> ptx::lane_id() & 1) != 0) {
             const std::int64_t index =
-                std::int64_t{ptx::lane_id()} * p.route.max_blocks + home_ / layout::kBlockTokens;
+                std::int64_t{ptx::lane_id()} * p.route.max_blocks + owned_ / layout::kBlockTokens;
             missing = ptx::load_acquire_sys(e.at<std::uint64_t>(e.rank, p.sent_flags) + index) < epoch;
         }
         return !ptx::any(missing);
     }
 
-    __device__ __forceinline__ RowSum home_sum() {
-        // The only rank has written the result, but for tokens without an expert.
+    __device__ __forceinline__ RowSum owner_sum() {
+        // With EP=1 the push has written the result, but for tokens without an expert.
         const bool written = e.num_ranks == 1 && ranks_ != 0;
         // Lane i: the i-th rank of the mask.
         std::uint32_t left = ranks_;
         for (std::uint32_t i = 0; i < ptx::lane_id() && left != 0; ++i)
             left &= left - 1;
         const int rank = left == 0 ? 0 : __ffs(static_cast<int>(left)) - 1;
-        std::byte* out = p.out + std::int64_t{home_} * p.hidden * 2;
-        return {e.at<const std::byte>(e.rank, p.home), home_ * e.num_ranks + rank, __popc(ranks_),
+        std::byte* out = p.out + std::int64_t{owned_} * p.hidden * 2;
+        return {e.at<const std::byte>(e.rank, p.owner_sums), owned_ * e.num_ranks + rank, __popc(ranks_),
                 written || !p.returns_rows ? nullptr : out, bad_};
     }
 
@@ -222,8 +222,8 @@ class Combiner {
         if (ends && ptx::lane_id() == 0) {
             const bool pushes = push_ >= 0;
             give_up(e, epoch,
-                    {pushes ? Role::kPushInput : Role::kHomeSum, Kind::kProgress,
-                     static_cast<std::uint64_t>(pushes ? push_ : home_), 0, 1});
+                    {pushes ? Role::kPushInput : Role::kOwnerSum, Kind::kProgress,
+                     static_cast<std::uint64_t>(pushes ? push_ : owned_), 0, 1});
         }
         return ends;
     }
@@ -249,7 +249,7 @@ class Combiner {
   private:
     const layout::LayerParams& p;
     const layout::Endpoint& e;
-    Beside beside;
+    Piggyback piggyback_;
     std::uint64_t epoch;
     ChunkView view_;
     TokenRows from_;
@@ -263,7 +263,7 @@ class Combiner {
     std::uint64_t entry_ = 0;  // of the ticket
     int chunk_ = 0;
     int push_ = -1;
-    int home_ = -1;
+    int owned_ = -1;
     std::uint32_t ranks_ = 0;
     std::uint32_t missing_ = ~0u;  // lanes whose row of the entry, or of the next, was not there
     bool bad_ = false;

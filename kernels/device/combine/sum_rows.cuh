@@ -7,6 +7,7 @@
 #include "device/ptx/global_memory.cuh"
 #include "device/ptx/ordered_memory.cuh"
 #include "device/ptx/warp.cuh"
+#include "layout/layer_shared.h"
 
 // Sums of rows by a whole warp: the arithmetic of combine.
 namespace mega_moe::device {
@@ -35,7 +36,7 @@ struct RowSum {
 // under a predicate went to local memory. A lane has Rows x Steps loads in flight, each of 16 bytes.
 template <int Rows, int Steps>
 __device__ __forceinline__ void sum_steps(const RowSum& s, int row_bytes, int& at) {
-    constexpr int kStepBytes = 32 * 16;
+    constexpr int kStepBytes = layout::kCombineColumns * 2;
     for (; at + Steps * kStepBytes <= row_bytes; at += Steps * kStepBytes) {
         const int lane_at = at + static_cast<int>(ptx::lane_id()) * 16;
         float sum[Steps][8] = {};

@@ -18,12 +18,12 @@ namespace mega_moe::device {
 template <class C>
 __device__ __forceinline__ void zero_padding(const layout::BackwardParams& p, int chunk, int warp,
                                              int num_warps) {
-    constexpr std::uint32_t kArrivals = C::kQuantizesRows ? 1 + layout::kBf16RowThere : 1;
+    constexpr std::uint32_t kArrivals = C::kQuantizesOnArrival ? 1 + layout::kBf16RowThere : 1;
     const layout::RouteParams& r = p.route;
     const int row_of_slot = view_chunk(p, chunk).row_of_slot;
-    const std::int64_t row_bytes = std::int64_t{p.hidden} * (C::kQuantizesGradients ? 1 : 2);
-    std::byte* const x = C::kQuantizesGradients ? p.codes[0].codes : p.moved[0].pool;
-    std::byte* const dy = C::kQuantizesGradients ? p.codes[1].codes : p.moved[1].pool;
+    const std::int64_t row_bytes = std::int64_t{p.hidden} * (C::kFp8Wgrad ? 1 : 2);
+    std::byte* const x = C::kFp8Wgrad ? p.codes[0].codes : p.moved[0].pool;
+    std::byte* const dy = C::kFp8Wgrad ? p.codes[1].codes : p.moved[1].pool;
     for (int i = warp; i < r.num_local * layout::kRowBlock; i += num_warps) {
         const std::int64_t unit = std::int64_t{chunk} * r.num_local + i / layout::kRowBlock;
         const int rows = table_word(r.expert_rows, unit);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void zero_padding(const layout::BackwardParams& p, in
             ptx::store(x + at + byte, {0, 0, 0, 0});
             ptx::store(dy + at + byte, {0, 0, 0, 0});
         }
-        if constexpr (C::kQuantizesGradients) {
+        if constexpr (C::kFp8Wgrad) {
             const int groups = p.hidden / layout::kQuantGroup;
             for (int group = static_cast<int>(ptx::lane_id()); group < groups; group += 32) {
                 const std::int64_t to = layout::scale_at(std::int64_t{slot} + row_of_slot, group, groups);

@@ -82,7 +82,7 @@ class Puller {
     // Some buffers take stores while the others load.
     static constexpr int kStoring = C::kPullBuffers > 3 ? 2 : 1;
     static constexpr int kAhead = C::kPullBuffers - kStoring;
-    static constexpr PullPass kPass = C::kQuantizesRows ? PullPass::kSpread : PullPass::kWhole;
+    static constexpr PullPass kPass = C::kQuantizesOnArrival ? PullPass::kSpread : PullPass::kWhole;
 
     // Whether the first slot of a token has the row already, which this CTA has brought there.
     __device__ __forceinline__ bool first_has_row() const {
@@ -146,7 +146,7 @@ class Puller {
         ++uncounted_;
     }
     __device__ __forceinline__ void count() {
-        if constexpr (C::kQuantizesRows) {
+        if constexpr (C::kQuantizesOnArrival) {
             ptx::fence_proxy_async_global();
             __syncwarp();
         }
@@ -204,7 +204,7 @@ __device__ __forceinline__ void copy_some(const layout::LayerParams& p, const Ch
                 }
             }
         }
-        if constexpr (C::kMovesE4m3)
+        if constexpr (C::kDispatchesFp8)
             copy_scales(p, view, t, row_source<C>(p, p.moved_scales, t, p.hidden / 32));
         ptx::fence_proxy_async_global();
         __syncwarp();
@@ -224,7 +224,7 @@ __device__ __forceinline__ void copy_first_rows(const layout::LayerParams& p, st
     const auto ctas = static_cast<int>(ptx::num_ctas());
     const int first = warp * ctas + static_cast<int>(ptx::cta_id());
     const int step = C::kThreads / 32 * ctas;
-    if constexpr (C::kQuantizesRows) {
+    if constexpr (C::kQuantizesOnArrival) {
         RowRun run;
         if (!has_own_codes(p))
             QuantizedRowsOf<C, 2 * kQuad>(p, view).quantize(TokensInOrder(p, view, first, step),
@@ -268,14 +268,14 @@ __device__ __forceinline__ void pull_rows(const layout::LayerParams& p, const ty
     const auto ctas = static_cast<int>(ptx::num_ctas());
     bool lost = false;
     tracer.start();
-    std::conditional_t<C::kMovesE4m3, QuantizedPuller<C>, Puller<C>> puller(p, shared);
+    std::conditional_t<C::kDispatchesFp8, QuantizedPuller<C>, Puller<C>> puller(p, shared);
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
         await_free_chunk(p, epoch, chunk, lost);
         prepare(chunk, lost);
         tracer.end(TraceKind::kWaitPull, chunk, 0, 0);
         const ChunkView view = view_chunk(p, chunk);
         int first = cta + (chunk == 0 ? first_copied<C>(p) : 0);
-        if constexpr (C::kQuantizesRows) {
+        if constexpr (C::kQuantizesOnArrival) {
             if (has_own_codes(p))
                 copy_runs<C>(p, chunk, 0, tracer);
             else

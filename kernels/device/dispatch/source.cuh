@@ -15,7 +15,7 @@ __device__ __forceinline__ const std::byte* row_source(const layout::LayerParams
                                                        int row_bytes) {
     const layout::Endpoint& e = p.route.endpoint;
     const std::byte* from =
-        C::kMovesE4m3 || e.num_ranks > 1 ? e.at<const std::byte>(t.rank, m.staged) : m.from;
+        C::kDispatchesFp8 || e.num_ranks > 1 ? e.at<const std::byte>(t.rank, m.staged) : m.from;
     return from + std::int64_t{t.token} * row_bytes;
 }
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ void await_staged_x(const layout::LayerParams& p, std
     const layout::Endpoint& e = r.endpoint;
     if (e.num_ranks == 1) {
         // All CTAs have met since.
-        if constexpr (C::kMovesE4m3) ptx::fence_proxy_async_global();
+        if constexpr (C::kDispatchesFp8) ptx::fence_proxy_async_global();
         return;
     }
     for (int rank = 0; rank < e.num_ranks; ++rank) {

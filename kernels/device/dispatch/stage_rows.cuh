@@ -67,13 +67,13 @@ template <class C>
 __device__ __forceinline__ void stage_rows(const layout::LayerParams& p, std::uint64_t epoch) {
     const layout::Endpoint& e = p.route.endpoint;
     if (e.num_ranks == 1) {
-        if constexpr (C::kMovesE4m3) {
+        if constexpr (C::kDispatchesFp8) {
             if (p.moved[0].from != nullptr)
                 quantize_share<C::kThreads>(staged_groups(p, 0, p.route.num_tokens), ptx::cta_id(),
                                             ptx::num_ctas());
             ptx::fence_proxy_async_global();
         }
-        if constexpr (C::kQuantizesRows)
+        if constexpr (C::kQuantizesOnArrival)
             for (int i = 0; i < 2; ++i)
                 quantize_share<C::kThreads>(
                     {p.moved[i].from, p.own[i].codes, p.own[i].scales,
@@ -88,7 +88,7 @@ __device__ __forceinline__ void stage_rows(const layout::LayerParams& p, std::ui
          block += static_cast<int>(ptx::num_ctas())) {
         const int first = block * layout::kBlockTokens;
         const int tokens = min(layout::kBlockTokens, p.route.num_tokens - first);
-        if constexpr (C::kMovesE4m3) {
+        if constexpr (C::kDispatchesFp8) {
             if (p.moved[0].from != nullptr)
                 quantize_share<C::kThreads>(staged_groups(p, first, tokens), 0, 1);
         } else {

@@ -2,13 +2,11 @@
 #include <cstdint>
 
 #include "device/comm/grid_barrier.cuh"
-#include "device/common/two_nans.cuh"
 #include "device/dispatch/stage_rows.cuh"
 #include "device/ptx/cluster.cuh"
-#include "device/ptx/global_memory.cuh"
 #include "device/route/route.cuh"
 
-// How a layer's launch begins, and what it leaves behind when it fails.
+// How every launch of the layer begins.
 namespace mega_moe::device {
 
 // All threads: routes, and returns whether both CTAs of the cluster have the tables of all CTAs.
@@ -34,14 +32,6 @@ __device__ __forceinline__ bool prepare_tables(const layout::LayerParams& p, con
     }
     ptx::cluster_sync();
     return shared.state()[0] != 0 && shared.state()[1] != 0;
-}
-
-// All threads: the result becomes NaN, since the call gave none. All of it by every CTA that knows: others
-// may have left before the fault, and whoever still writes sums does this after them.
-template <class C>
-__device__ __forceinline__ void poison(std::byte* out, std::int64_t bytes) {
-    for (std::int64_t i = ptx::thread_id(); i < bytes / 16; i += C::kThreads)
-        ptx::store(out + i * 16, {kTwoNans, kTwoNans, kTwoNans, kTwoNans});
 }
 
 }  // namespace mega_moe::device

@@ -27,8 +27,9 @@ class RowTiles {
     __device__ __forceinline__ RowTiles(const layout::BackwardParams& params, int num_chunks, int clusters)
         : p(params),
           rows_(params.route.expert_rows, num_chunks * params.route.num_local),
-          walk_(num_chunks * params.route.num_local, params.route.num_local, params.intermediate / 128,
-                params.needs_dx ? params.hidden / layout::kTileColumns : 0, kLagPerCluster * clusters) {
+          walk_(num_chunks * params.route.num_local, params.route.num_local,
+                params.intermediate / C::kGateUpColumns, params.needs_dx ? params.hidden / C::kBlockN : 0,
+                kLagPerCluster * clusters) {
         advance();
     }
 
@@ -51,14 +52,14 @@ class RowTiles {
         t.slot = place_.first_slot + tile.first_row;
         t.pool_row = t.slot + place_.row_of_slot;
         t.rows = tile.live ? min(run_.rows - tile.first_row, layout::kTileRows) : 0;
-        t.weight_row = place_.expert * 2 * p.intermediate + (run_.down ? 0 : column * 128);
+        t.weight_row = place_.expert * 2 * p.intermediate + (run_.down ? 0 : column * C::kGateUpColumns);
         t.weight_row_2 = t.weight_row + p.intermediate;
         t.down_row = place_.expert * p.hidden;
-        t.column = column * (run_.down ? layout::kTileColumns : 128);
+        t.column = column * (run_.down ? C::kBlockN : C::kGateUpColumns);
         t.tail = tile.tail;
         t.chunk = place_.chunk;
         t.expert = place_.expert;
-        if constexpr (C::kSaves) {
+        if constexpr (C::kSavesGateUp) {
             // As the CTAs share their loads, both products or one for both of them: of two tiles the second
             // has the higher slots.
             const int last = place_.first_slot + cta_tile(1).first_row;
@@ -73,11 +74,12 @@ class RowTiles {
         const int row = first_row + static_cast<int>(ptx::lane_id()) * layout::kRowBlock;
         const int end = min(run_.rows, cta_tile(1).first_row + layout::kTileRows);
         index = static_cast<std::uint64_t>((place_.first_slot + row) / layout::kRowBlock);
-        wanted = run_.down ? static_cast<std::uint64_t>(p.intermediate / 128 * 4)
-                           : static_cast<std::uint64_t>(layout::kRowBlock);
+        wanted = run_.down
+                     ? static_cast<std::uint64_t>(p.intermediate / C::kGateUpColumns * layout::kStoringWarps)
+                     : static_cast<std::uint64_t>(layout::kRowBlock);
         seen = wanted;
-        if (row < end) seen = ptx::load_acquire_gpu(p.counters + (run_.down ? p.zd_done : p.arrived) + index);
-        if constexpr (C::kQuantizesRows) seen %= layout::kBf16RowThere;
+        if (row < end) seen = ptx::load_acquire_gpu(p.counters + (run_.down ? p.dz_done : p.arrived) + index);
+        if constexpr (C::kQuantizesOnArrival) seen %= layout::kBf16RowThere;
         return !ptx::any(seen < wanted);
     }
 
@@ -92,7 +94,7 @@ class RowTiles {
         } while (run_.tiles == 0 && run_.rows > 0);
     }
     __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
-        const int columns = run_.down ? p.hidden / layout::kTileColumns : p.intermediate / 128;
+        const int columns = run_.down ? p.hidden / C::kBlockN : p.intermediate / C::kGateUpColumns;
         return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, columns);
     }
 
@@ -155,13 +157,13 @@ class GradientTilesOfRank {
         // Where the contraction is cut into 128 rows, the zeros behind the last count too.
         const int blocks = layout::ceil_div(run_.rows, kBlockRows) * (kBlockRows / layout::kRowBlock);
         const int first = (place_.first_slot + run_.first_row) / layout::kRowBlock;
-        wanted = static_cast<std::uint64_t>(p.intermediate / 128 * 4);
+        wanted = static_cast<std::uint64_t>(p.intermediate / C::kGateUpColumns * layout::kStoringWarps);
         while (seen_blocks_ < blocks) {
             const int block = seen_blocks_ + static_cast<int>(ptx::lane_id());
             index_of = static_cast<std::uint64_t>(first + block);
-            seen = block < blocks ? ptx::load_acquire_gpu(p.counters + p.zd_done + index_of) : wanted;
+            seen = block < blocks ? ptx::load_acquire_gpu(p.counters + p.dz_done + index_of) : wanted;
             if (ptx::any(seen < wanted)) return false;
-            if constexpr (C::kQuantizesGradients) {
+            if constexpr (C::kFp8Wgrad) {
                 const auto transposed =
                     static_cast<std::uint64_t>(p.transposes.columns() * layout::kTransposingWarps);
                 const bool counts = block < blocks && index_of % 2 == 0;
@@ -172,14 +174,15 @@ class GradientTilesOfRank {
                     wanted = transposed;
                     return false;
                 }
-            } else if constexpr (C::kQuantizesRows) {
+            } else if constexpr (C::kQuantizesOnArrival) {
                 std::uint32_t rows = layout::kRowBlock;
                 if (block < blocks)
                     rows = ptx::load_acquire_gpu(p.counters + p.arrived + index_of) / layout::kBf16RowThere;
                 seen = rows;
                 wanted = static_cast<std::uint64_t>(layout::kRowBlock);
                 if (ptx::any(seen < wanted)) return false;
-                wanted = static_cast<std::uint64_t>(p.intermediate / 128 * 4);
+                wanted =
+                    static_cast<std::uint64_t>(p.intermediate / C::kGateUpColumns * layout::kStoringWarps);
             }
             seen_blocks_ += 32;
         }
@@ -192,7 +195,7 @@ class GradientTilesOfRank {
 
   private:
     // A k-block of 64 rows of bf16 or of 128 of e4m3.
-    static constexpr int kBlockRows = C::kQuantizesGradients ? layout::kTransposedEdge : layout::kRowBlock;
+    static constexpr int kBlockRows = C::kFp8Wgrad ? layout::kTransposedEdge : layout::kRowBlock;
 
     __device__ __forceinline__ int index() const { return ticket_ - run_.first_ticket; }
     __device__ __forceinline__ int turn() const { return place_.expert * p.gradients.tiles() + index(); }
@@ -251,7 +254,7 @@ class BackwardScheduler {
     static constexpr std::uint32_t kNoTicket = 0xFFFFFFFFu;
 
     __device__ __forceinline__ BackwardTile record(std::uint32_t ticket) const {
-        if constexpr (C::kQuantizesGradients)
+        if constexpr (C::kFp8Wgrad)
             if ((ticket & (kGradientBit | kTransposeBit)) == kTransposeBit) return transposes_.record(cta_);
         return (ticket & kGradientBit) != 0 ? gradients_.record(cta_) : rows_.record(cta_);
     }
@@ -284,7 +287,7 @@ class BackwardScheduler {
                 row_ticket_ = kDraw;
                 return ticket;
             }
-            if constexpr (C::kQuantizesGradients) {
+            if constexpr (C::kFp8Wgrad) {
                 if (transpose_ticket_ == kDraw) {
                     transpose_ticket_ = draw(layout::kTransposeTicket);
                     if (!transposes_.find(transpose_ticket_)) transpose_ticket_ = kNone;
@@ -313,12 +316,12 @@ class BackwardScheduler {
         const std::uint32_t ticket = mail_.receive();
         if (ticket == kNoTicket) return ticket;
         const bool gradient = (ticket & kGradientBit) != 0;
-        const bool transpose = C::kQuantizesGradients && !gradient && (ticket & kTransposeBit) != 0;
+        const bool transpose = C::kFp8Wgrad && !gradient && (ticket & kTransposeBit) != 0;
         const auto number = static_cast<int>(ticket & ~kGradientBit & ~(transpose ? kTransposeBit : 0));
         if (gradient) {
             gradients_.find(number);
         } else if (transpose) {
-            if constexpr (C::kQuantizesGradients) transposes_.find(number);
+            if constexpr (C::kFp8Wgrad) transposes_.find(number);
         } else {
             rows_.find(number);
         }
@@ -340,7 +343,7 @@ class BackwardScheduler {
 
     __device__ __forceinline__ bool transposes_ready(std::uint64_t& index, std::uint64_t& seen,
                                                      std::uint64_t& wanted) const {
-        if constexpr (C::kQuantizesGradients)
+        if constexpr (C::kFp8Wgrad)
             return transposes_.ready(index, seen, wanted);
         else
             return true;
@@ -370,13 +373,13 @@ class BackwardScheduler {
     std::uint64_t epoch_;
     int cta_;
     int clusters_;
-    ClusterMail<C> mail_;
+    ClusterMailbox<C> mail_;
     RowTiles<C> rows_;
-    std::conditional_t<C::kQuantizesGradients, TransposesOfRank<C>, NoTransposes> transposes_;
+    std::conditional_t<C::kFp8Wgrad, TransposesOfRank<C>, NoTransposes> transposes_;
     GradientTilesOfRank<C> gradients_;
     int row_ticket_ = kDraw;
     int gradient_ticket_ = kDraw;
-    int transpose_ticket_ = C::kQuantizesGradients ? kDraw : kNone;
+    int transpose_ticket_ = C::kFp8Wgrad ? kDraw : kNone;
     bool first_ = true;
     bool lost_ = false;
 };

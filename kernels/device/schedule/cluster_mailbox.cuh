@@ -9,21 +9,21 @@ namespace mega_moe::device {
 
 // Words that the first CTA of a cluster sends to the second, one warp of each.
 template <class C>
-class ClusterMail {
+class ClusterMailbox {
   public:
-    __device__ __forceinline__ explicit ClusterMail(const typename C::Smem& shared) : shared_(shared) {}
+    __device__ __forceinline__ explicit ClusterMailbox(const typename C::Smem& shared) : shared_(shared) {}
 
     __device__ __forceinline__ void send(std::uint32_t word) {
         if (ptx::lane_id() == 0)
-            ptx::send_shared_at(shared_.letter(mail_.at), shared_.mail(mail_.at), 1, word);
+            ptx::send_shared_at(shared_.mailbox_word(mail_.at), shared_.mailbox_barrier(mail_.at), 1, word);
         mail_.next();
     }
     __device__ __forceinline__ std::uint32_t receive() {
         std::uint32_t word = 0;
         if (ptx::lane_id() == 0) {
-            ptx::mbarrier_arrive_expect(shared_.mail(mail_.at), 4);
-            ptx::mbarrier_wait(shared_.mail(mail_.at), mail_.parity);
-            word = *static_cast<volatile std::uint32_t*>(shared_.letter_value(mail_.at));
+            ptx::mbarrier_arrive_expect(shared_.mailbox_barrier(mail_.at), 4);
+            ptx::mbarrier_wait(shared_.mailbox_barrier(mail_.at), mail_.parity);
+            word = *static_cast<volatile std::uint32_t*>(shared_.mailbox_value(mail_.at));
         }
         mail_.next();
         return ptx::from_lane(word, 0);

@@ -23,7 +23,7 @@ struct TileRecord {
     std::int32_t slot;          // the same as a slot
     std::int32_t input_rows;    // valid rows that it reads, 1 to layout::kTileRows
     std::int32_t rows;          // the same, or 0: nothing is stored
-    std::int32_t weight_row;    // of the first 128 columns, in the weights' map
+    std::int32_t weight_row;    // of the first half of the columns, in the weights' map
     std::int32_t weight_row_2;  // of the second
     std::int32_t column;        // first column of what is stored
     std::int32_t tail;          // the cluster shares the rows, not the weights
@@ -55,11 +55,12 @@ class Tickets {
         if (ptx::lane_id() == 0) {
             if (cta_ == 0) {
                 ticket = ptx::fetch_add_relaxed_gpu(counter_, 1) + static_cast<std::uint32_t>(clusters_);
-                ptx::send_shared_at(shared_.letter(mail_.at), shared_.mail(mail_.at), 1, ticket);
+                ptx::send_shared_at(shared_.mailbox_word(mail_.at), shared_.mailbox_barrier(mail_.at), 1,
+                                    ticket);
             } else {
-                ptx::mbarrier_arrive_expect(shared_.mail(mail_.at), 4);
-                ptx::mbarrier_wait(shared_.mail(mail_.at), mail_.parity);
-                ticket = *static_cast<volatile std::uint32_t*>(shared_.letter_value(mail_.at));
+                ptx::mbarrier_arrive_expect(shared_.mailbox_barrier(mail_.at), 4);
+                ptx::mbarrier_wait(shared_.mailbox_barrier(mail_.at), mail_.parity);
+                ticket = *static_cast<volatile std::uint32_t*>(shared_.mailbox_value(mail_.at));
             }
         }
         mail_.next();
@@ -76,6 +77,7 @@ class Tickets {
 
 // One thread: until the rows that a tile reads are there. After a fault nothing is there any more, and the
 // launch runs to its end without waiting.
+template <class C>
 __device__ __forceinline__ void await_input(const layout::ForwardParams& p, std::uint64_t epoch,
                                             const TileRecord& t, bool& lost) {
     const layout::Endpoint& e = p.route.endpoint;
@@ -85,8 +87,9 @@ __device__ __forceinline__ void await_input(const layout::ForwardParams& p, std:
         const std::int64_t block = first + row / layout::kRowBlock;
         const std::uint32_t* counter = p.counters + (down ? p.gate_up_done : p.arrived) + block;
         // Of gate/up each of a warpgroup's warps counts each block of columns.
-        const auto wanted = static_cast<std::uint64_t>(down ? p.intermediate / 128 * 4
-                                                            : min(t.input_rows - row, layout::kRowBlock));
+        const auto wanted =
+            static_cast<std::uint64_t>(down ? p.intermediate / C::kGateUpColumns * layout::kStoringWarps
+                                            : min(t.input_rows - row, layout::kRowBlock));
         const auto load = [&] { return static_cast<std::uint64_t>(ptx::load_acquire_gpu(counter)); };
         std::uint64_t seen;
         if (wait_for(e, load, wanted, e.progress_ns, seen)) continue;
@@ -104,8 +107,8 @@ __device__ __forceinline__ void schedule_tiles(const layout::ForwardParams& p, c
     const layout::RouteParams& r = p.route;
     const int clusters = static_cast<int>(ptx::num_ctas()) / C::kClusterSize;
     const int num_chunks = table_word(r.summary, layout::kSummaryChunks);
-    const int gate_up_columns = p.intermediate / 128;
-    const int down_columns = p.hidden / layout::kTileColumns;
+    const int gate_up_columns = p.intermediate / C::kGateUpColumns;
+    const int down_columns = p.hidden / C::kBlockN;
     UnitRows rows(r.expert_rows, num_chunks * r.num_local);
     layout::TileWalk walk(num_chunks * r.num_local, r.num_local, gate_up_columns, down_columns,
                           kLagPerCluster * clusters);
@@ -140,10 +143,10 @@ __device__ __forceinline__ void schedule_tiles(const layout::ForwardParams& p, c
             record.pool_row = record.slot + row_of_slot;
             record.input_rows = min(run.rows - tile.first_row, layout::kTileRows);
             record.rows = tile.live ? record.input_rows : 0;
-            record.weight_row =
-                run.down ? expert * p.hidden + column * 256 : expert * 2 * p.intermediate + column * 128;
-            record.weight_row_2 = record.weight_row + (run.down ? 128 : p.intermediate);
-            record.column = column * (run.down ? 256 : 128);
+            record.weight_row = run.down ? expert * p.hidden + column * C::kBlockN
+                                         : expert * 2 * p.intermediate + column * C::kGateUpColumns;
+            record.weight_row_2 = record.weight_row + (run.down ? C::kBlockN / 2 : p.intermediate);
+            record.column = column * (run.down ? C::kBlockN : C::kGateUpColumns);
             record.tail = tile.tail;
             record.chunk = chunk;
             record.expert = expert;
@@ -151,7 +154,7 @@ __device__ __forceinline__ void schedule_tiles(const layout::ForwardParams& p, c
         }
         ptx::mbarrier_wait(shared.ring_empty(ring.at), ring.parity ^ 1);
         if (ptx::lane_id() == 0) {
-            if (record.kind != kNoTile) await_input(p, epoch, record, lost);
+            if (record.kind != kNoTile) await_input<C>(p, epoch, record, lost);
             *reinterpret_cast<TileRecord*>(shared.record(ring.at)) = record;
             ptx::mbarrier_arrive(shared.ring_full(ring.at));
         }

@@ -30,19 +30,19 @@ class BackwardLoader {
             ptx::fence_proxy_async_global();
             tracer.end(wait_kind(t.kind), t.chunk, t.expert, trace_index(t, 0));
             if (t.kind == kDzTile) {
-                if constexpr (C::kQuantized) {
+                if constexpr (C::kFp8) {
                     load_quantized(t, gate_up_operands(t));
                     load_quantized(t, dh_operands(t));
                 } else {
-                    if (!C::kSaves || (t.flags & kSaved) == 0) load_gate_up(t);
+                    if (!C::kSavesGateUp || (t.flags & kSaved) == 0) load_gate_up(t);
                     load_da(t);
                 }
             } else if (t.kind == kDxTile) {
-                if constexpr (C::kQuantized)
+                if constexpr (C::kFp8)
                     load_quantized(t, dx_operands(t));
                 else
                     load_dx(t);
-            } else if constexpr (C::kQuantizesGradients) {
+            } else if constexpr (C::kFp8Wgrad) {
                 if (t.kind == kTransposeTile)
                     load_to_transpose(t);
                 else
@@ -223,7 +223,7 @@ class BackwardLoader {
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
             const std::uint32_t full = open_stage(t.rows > 0 ? C::kStageBytes : 0);
             // In bf16: no scale factors arrive by themselves.
-            if constexpr (C::kQuantized) ptx::mbarrier_arrive(full);
+            if constexpr (C::kFp8) ptx::mbarrier_arrive(full);
             if (t.rows == 0) continue;
             const int pool_row = t.pool_row + k_block * layout::kRowBlock;
             ptx::tma_load(shared.a(stage_.at), rows, full, 0, pool_row, t.row / 64);
@@ -265,14 +265,13 @@ class BackwardLoader {
         // The last columns of w_down may be half a tile.
         const int halves = t.column + layout::kTransposedEdge < b_columns ? 2 : 1;
         const int bytes =
-            (1 + halves) * layout::kTransposedBytes + layout::kRowScaleBytes + layout::kColumnScaleBytes;
+            (1 + halves) * layout::kTransposedBytes + layout::kRowScaleBytes + kColumnScaleBytes;
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
             const std::uint32_t full = open_stage(t.rows > 0 ? bytes : 0);
             ptx::mbarrier_arrive(full);
             if (t.rows == 0) continue;
             ptx::bulk_load(shared.row_scales(stage_.at), scales + a_scales, layout::kRowScaleBytes, full);
-            ptx::bulk_load(shared.column_scales(stage_.at), scales + b_scales, layout::kColumnScaleBytes,
-                           full);
+            ptx::bulk_load(shared.column_scales(stage_.at), scales + b_scales, kColumnScaleBytes, full);
             ptx::bulk_load(shared.a(stage_.at), a, layout::kTransposedBytes, full);
             if (cta_ < halves)
                 ptx::bulk_multicast(shared.b(stage_.at) + cta_ * layout::kTransposedBytes, b,

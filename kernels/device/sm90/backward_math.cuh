@@ -28,7 +28,7 @@ class BackwardMath {
         RingCursor<C::kRing> ring;
         tracer.start();
         for (;; ring.next()) {
-            unpublished_.wait(shared.ring_full(ring.at), ring.parity, lane());
+            signal_.wait(shared.ring_full(ring.at), ring.parity, lane());
             const BackwardTile t = await_record<BackwardTile>(shared, ring);
             __syncwarp();
             if (lane() == 0) ptx::mbarrier_arrive(shared.ring_empty(ring.at));
@@ -40,7 +40,7 @@ class BackwardMath {
             else
                 gradient(t, tracer);
         }
-        unpublished_.publish(lane());
+        signal_.publish(lane());
         // What was stored and is not counted still reads this CTA's shared memory.
         ptx::bulk_wait<0>();
     }
@@ -54,9 +54,9 @@ class BackwardMath {
 
     template <Major A, Major B, int Count>
     __device__ __forceinline__ void multiply(float (&d)[Count], int k_blocks, bool any_rows) {
-        unpublished_.wait(shared.full(stage_.at), stage_.parity, lane());
+        signal_.wait(shared.full(stage_.at), stage_.parity, lane());
         const int last =
-            multiply_tile<C, A, B>(d, shared, stage_, k_blocks, a_offset(), any_rows, unpublished_, lane());
+            multiply_tile<C, A, B>(d, shared, stage_, k_blocks, a_offset(), any_rows, signal_, lane());
         ptx::wgmma_wait<0>();
         release_stage<C>(shared, last, lane());
     }
@@ -66,11 +66,12 @@ class BackwardMath {
     __device__ __forceinline__ void dz_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
         std::uint32_t gate[32], up[32];
-        if (C::kSaves && (t.flags & kSaved) != 0) {
+        if (C::kSavesGateUp && (t.flags & kSaved) != 0) {
             // Of a half without rows it is what the forward's memory held before, and is not used.
             load_gate_up(
-                p.saved.memory + layout::saved_offset(t.slot + first_row_, t.column / 128,
-                                                      p.intermediate / 128, warp_row_ / 16 % 4, lane()),
+                p.saved.memory + layout::saved_offset(t.slot + first_row_, t.column / layout::kSavedColumns,
+                                                      p.intermediate / layout::kSavedColumns,
+                                                      warp_row_ / 16 % 4, lane()),
                 gate, up);
         } else {
             float z[128];
@@ -126,12 +127,13 @@ class BackwardMath {
                 dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 2);
                 const std::int64_t row = t.pool_row + warp_row_ + lane() / 4 + 8 * i;
                 if (lane() % 4 == 0)
-                    ptx::store(p.dtopk_parts + row * (p.intermediate / 128) + t.column / 128, dw[i]);
+                    ptx::store(p.dtopk_parts + row * (p.intermediate / layout::kDtopkColumns) +
+                                   t.column / layout::kDtopkColumns,
+                               dw[i]);
             }
         }
         __syncwarp();
-        unpublished_.later(p.counters + p.zd_done + (t.slot + first_row_) / layout::kRowBlock, nullptr,
-                           lane());
+        signal_.defer(p.counters + p.dz_done + (t.slot + first_row_) / layout::kRowBlock, nullptr, lane());
         tracer.end(TraceKind::kStoreDz, t.chunk, t.expert, trace_index(t, first_row_));
     }
     __device__ __forceinline__ void store_words(const std::uint32_t* words, const layout::TensorMap* map,
@@ -149,8 +151,7 @@ class BackwardMath {
         if (!any_rows) return;
         tracer.end(TraceKind::kDx, t.chunk, t.expert, trace_index(t, first_row_));
         store_rows<4>(d, &p.dx_store, buffer_, t.column, t.pool_row + warp_row_, lane());
-        unpublished_.later(p.counters + p.dx_done + (t.slot + first_row_) / layout::kRowBlock, nullptr,
-                           lane());
+        signal_.defer(p.counters + p.dx_done + (t.slot + first_row_) / layout::kRowBlock, nullptr, lane());
         tracer.end(TraceKind::kStoreDx, t.chunk, t.expert, trace_index(t, first_row_));
     }
 
@@ -160,7 +161,7 @@ class BackwardMath {
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
         multiply<Major::kMn, Major::kMn>(d, t.k_blocks, t.rows > 0);
-        store_gradient_tile(p, t, d, unpublished_, first_row_, warp_row_, buffer_, lane(), tracer);
+        store_gradient_tile(p, t, d, signal_, first_row_, warp_row_, buffer_, lane(), tracer);
     }
 
     const layout::BackwardParams& p;
@@ -169,7 +170,7 @@ class BackwardMath {
     int warp_row_;   // the warp's
     std::uint32_t buffer_;
     RingCursor<C::kStages> stage_;
-    Unpublished unpublished_;
+    DeferredSignal signal_;
 };
 
 }  // namespace mega_moe::device::sm90

@@ -17,32 +17,32 @@ namespace mega_moe::device::sm90 {
 // One warpgroup: its part of this CTA's tiles, of which dz and dx are products of e4m3 and the weights'
 // gradients of bf16 or of e4m3.
 template <class C>
-class QuantizedBackwardMath {
+class Fp8BackwardMath {
   public:
-    __device__ __forceinline__ QuantizedBackwardMath(const layout::BackwardParams& params, const Smem<C>& map)
+    __device__ __forceinline__ Fp8BackwardMath(const layout::BackwardParams& params, const Smem<C>& map)
         : p(params),
           shared(map),
           math_warp_(static_cast<int>(ptx::from_lane(ptx::thread_id() / 32, 0)) - 4),
-          told_(params.counters) {}
+          signal_(params.counters) {}
 
     __device__ __forceinline__ void run(Tracer<C::kTrace>& tracer) {
         tracer.start();
         for (;; ring_.next()) {
-            told_.wait(shared.ring_full(ring_.at), ring_.parity, lane());
+            signal_.wait(shared.ring_full(ring_.at), ring_.parity, lane());
             const int kind = record().kind;
             if (kind == kEnd) break;
             if (kind == kDzTile)
                 dz_tile(tracer);
             else if (kind == kDxTile)
                 dx_tile(tracer);
-            else if constexpr (!C::kQuantizesGradients)
+            else if constexpr (!C::kFp8Wgrad)
                 gradient(tracer);
             else if (kind == kTransposeTile)
                 transpose_tile(tracer);
             else
                 quantized_gradient(tracer);
         }
-        told_.publish(lane());
+        signal_.publish(lane());
         // What was stored and is not counted still reads this CTA's shared memory.
         ptx::bulk_wait<0>();
     }
@@ -70,7 +70,7 @@ class QuantizedBackwardMath {
     // Of a trace: the products of a tile begin when its first stage is there.
     __device__ __forceinline__ void trace_wait(Tracer<C::kTrace>& tracer) {
         if constexpr (C::kTrace) {
-            told_.wait(shared.full(stage_.at), stage_.parity, lane());
+            signal_.wait(shared.full(stage_.at), stage_.parity, lane());
             trace_end(TraceKind::kWaitTurn, record(), tracer);
         }
     }
@@ -80,14 +80,14 @@ class QuantizedBackwardMath {
 #pragma unroll
         for (int i = 0; i < Columns; ++i)
             sums[i] = 0.0f;
-        told_.wait(shared.full(stage_.at), stage_.parity, lane());
-        multiply_quantized<Stored>(sums, shared, stage_, k_blocks, told_, RowScalesOfStage<C>{shared},
+        signal_.wait(shared.full(stage_.at), stage_.parity, lane());
+        multiply_quantized<Stored>(sums, shared, stage_, k_blocks, signal_, RowScalesOfStage<C>{shared},
                                    math_warp_, lane());
     }
     // A warpgroup without rows passes the stages on.
     __device__ __forceinline__ BackwardTile pass(int products) {
         const BackwardTile t = take_record();
-        pass_tile<C>(shared, stage_, products * t.k_blocks, told_, lane());
+        pass_tile<C>(shared, stage_, products * t.k_blocks, signal_, lane());
         return t;
     }
 
@@ -99,8 +99,8 @@ class QuantizedBackwardMath {
         if (lane() < 16 && warp_row() + lane() < t.rows)
             weight = __uint_as_float(static_cast<std::uint32_t>(
                 ptx::load_relaxed_gpu(p.route.slots + t.slot + warp_row() + lane()) >> 32));
-        told_.wait(shared.full(stage_.at), stage_.parity, lane());
-        if constexpr (C::kQuantizesGradients) {
+        signal_.wait(shared.full(stage_.at), stage_.parity, lane());
+        if constexpr (C::kFp8Wgrad) {
             // They go where a copy may still read.
             if (lane() == 0) ptx::bulk_wait_read<0>();
             __syncwarp();
@@ -113,11 +113,11 @@ class QuantizedBackwardMath {
     __device__ __forceinline__ void dz_tile(Tracer<C::kTrace>& tracer) {
         if (record().rows <= first_row()) {
             const BackwardTile t = pass(2);
-            if constexpr (C::kQuantizesGradients) {
+            if constexpr (C::kFp8Wgrad) {
                 // Of 128 rows, which is what the gradients read.
                 if (t.rows == 0) return;
-                GradientOperands<C>(p, shared, t, math_warp_, layout::kMathWarps).store_zeros(t.column);
-                told_.later(zd_done(t), nullptr, lane());
+                GradientOperands<C>(p, shared, t, math_warp_, C::kMathWarps).store_zeros(t.column);
+                signal_.defer(dz_done(t), nullptr, lane());
             }
             return;
         }
@@ -138,17 +138,17 @@ class QuantizedBackwardMath {
         multiply(dh, record().k_blocks);
         const BackwardTile t = take_record();
         trace_end(TraceKind::kDz, t, tracer);
-        told_.publish(lane());
-        if constexpr (C::kQuantizesGradients)
+        signal_.publish(lane());
+        if constexpr (C::kFp8Wgrad)
             store_quantized_dz(t, gate, up, dh);
         else
             store_dz(t, gate, up, dh);
-        told_.later(zd_done(t), nullptr, lane());
+        signal_.defer(dz_done(t), nullptr, lane());
         trace_end(TraceKind::kStoreDz, t, tracer);
     }
 
-    __device__ __forceinline__ std::uint32_t* zd_done(const BackwardTile& t) const {
-        return p.counters + p.zd_done + (t.slot + first_row()) / layout::kRowBlock;
+    __device__ __forceinline__ std::uint32_t* dz_done(const BackwardTile& t) const {
+        return p.counters + p.dz_done + (t.slot + first_row()) / layout::kRowBlock;
     }
 
     __device__ __forceinline__ void store_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
@@ -215,7 +215,7 @@ class QuantizedBackwardMath {
         }
         const int row = t.pool_row + warp_row();
         store_dtopk(t, dw, row, lane);
-        const int warps = t.rows > layout::kRowBlock ? layout::kMathWarps : layout::kMathWarps / 2;
+        const int warps = t.rows > layout::kRowBlock ? C::kMathWarps : C::kMathWarps / 2;
         GradientOperands<C>(p, shared, t, math_warp_, warps).store_dz(dh, du, h, t.column);
         if (p.needs_dx) store_codes(dh, du, t, row);
     }
@@ -227,7 +227,9 @@ class QuantizedBackwardMath {
             dw[i] += __shfl_xor_sync(ptx::kAllLanes, dw[i], 2);
             const std::int64_t part_row = row + lane / 4 + 8 * i;
             if (lane % 4 == 0)
-                ptx::store(p.dtopk_parts + part_row * (p.intermediate / 128) + t.column / 128, dw[i]);
+                ptx::store(p.dtopk_parts + part_row * (p.intermediate / layout::kDtopkColumns) +
+                               t.column / layout::kDtopkColumns,
+                           dw[i]);
         }
     }
     static __device__ __forceinline__ void round_block(std::uint32_t (&words)[16], const float* d,
@@ -274,11 +276,11 @@ class QuantizedBackwardMath {
         multiply(d, record().k_blocks);
         const BackwardTile t = take_record();
         trace_end(TraceKind::kDx, t, tracer);
-        told_.publish(lane());
+        signal_.publish(lane());
         const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
         store_rows_directly<4>(d, p.dx_pool + (t.pool_row + warp_row()) * row_bytes + t.column * 2, row_bytes,
                                shared.store_buffer(math_warp_), static_cast<int>(ptx::lane_id_anew()));
-        told_.later(p.counters + p.dx_done + (t.slot + first_row()) / layout::kRowBlock, nullptr, lane());
+        signal_.defer(p.counters + p.dx_done + (t.slot + first_row()) / layout::kRowBlock, nullptr, lane());
         trace_end(TraceKind::kStoreDx, t, tracer);
     }
 
@@ -289,7 +291,7 @@ class QuantizedBackwardMath {
 #pragma unroll
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
-        told_.wait(shared.full(stage_.at), stage_.parity, lane());
+        signal_.wait(shared.full(stage_.at), stage_.parity, lane());
         // Beside promoted products ptxas has no registers to keep one under way around the loop (C7511). Two
         // warpgroups keep the tensor cores as busy.
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
@@ -298,11 +300,11 @@ class QuantizedBackwardMath {
                 multiply_stage<Major::kMn, Major::kMn>(
                     d, shared.a(stage_.at) + static_cast<std::uint32_t>(first_row() * kOperandRowBytes),
                     shared.b(stage_.at));
-            if (k_block >= kPublishBlock) told_.publish(lane());
+            if (k_block >= kPublishBlock) signal_.publish(lane());
             ptx::wgmma_wait<0>();
             release_stage<C>(shared, stage_.at, lane());
         }
-        store_gradient_tile(p, t, d, told_, first_row(), warp_row(), shared.store_buffer(math_warp_),
+        store_gradient_tile(p, t, d, signal_, first_row(), warp_row(), shared.store_buffer(math_warp_),
                             static_cast<int>(ptx::lane_id_anew()), tracer);
     }
 
@@ -312,14 +314,14 @@ class QuantizedBackwardMath {
         if (record().rows > 0) {
             multiply<TransposedSlabs>(d, record().k_blocks);
         } else {
-            pass_tile<C>(shared, stage_, record().k_blocks, told_, lane());
+            pass_tile<C>(shared, stage_, record().k_blocks, signal_, lane());
 #pragma unroll
             for (int i = 0; i < 128; ++i)
                 d[i] = 0.0f;
         }
         const BackwardTile t = take_record();
-        told_.publish(lane());
-        store_gradient_tile(p, t, d, told_, first_row(), warp_row(), shared.store_buffer(math_warp_),
+        signal_.publish(lane());
+        store_gradient_tile(p, t, d, signal_, first_row(), warp_row(), shared.store_buffer(math_warp_),
                             static_cast<int>(ptx::lane_id_anew()), tracer);
     }
 
@@ -328,14 +330,14 @@ class QuantizedBackwardMath {
         trace_wait(tracer);
         const BackwardTile t = take_record();
         if (t.rows == 0) {
-            pass_tile<C>(shared, stage_, t.k_blocks, told_, lane());
+            pass_tile<C>(shared, stage_, t.k_blocks, signal_, lane());
             return;
         }
         if (lane() == 0) ptx::bulk_wait_read<0>();
         __syncwarp();
-        const GradientOperands<C> to(p, shared, t, math_warp_, layout::kMathWarps);
+        const GradientOperands<C> to(p, shared, t, math_warp_, C::kMathWarps);
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
-            told_.wait(shared.full(stage_.at), stage_.parity, lane());
+            signal_.wait(shared.full(stage_.at), stage_.parity, lane());
             std::uint32_t words[32];
             load_slab_words(words, shared.b(stage_.at), math_warp_, t.rows, lane());
             __syncwarp();
@@ -346,13 +348,13 @@ class QuantizedBackwardMath {
             else
                 to.store_dy(words, column);
         }
-        told_.later(p.counters + p.transposed + t.slot / layout::kRowBlock, nullptr, lane());
+        signal_.defer(p.counters + p.transposed + t.slot / layout::kRowBlock, nullptr, lane());
     }
 
     const layout::BackwardParams& p;
     const Smem<C>& shared;
     int math_warp_;
-    Deferred<C> told_;
+    IndexedDeferredSignal<C> signal_;
     RingCursor<C::kStages> stage_;
     RingCursor<C::kRing> ring_;
 };

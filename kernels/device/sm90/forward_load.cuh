@@ -57,12 +57,12 @@ __device__ __forceinline__ void load_tiles(const layout::ForwardParams& p, const
             const std::uint32_t full = shared.full(stage.at);
             const int k = k_block * C::kBlockK;
             ptx::mbarrier_wait(shared.empty(stage.at), stage.parity ^ 1);
-            const bool x_scaled = C::kQuantized && !down && k_block % layout::kScaleBlocks == 0;
-            const bool h_scaled = C::kQuantized && down;
+            const bool x_scaled = C::kFp8 && !down && k_block % layout::kScaleBlocks == 0;
+            const bool h_scaled = C::kFp8 && down;
             ptx::mbarrier_arrive_expect(full, (loads_weights ? C::kStageBytes : C::kBytesA) +
                                                   (x_scaled ? layout::kXScaleBytes : 0) +
                                                   (h_scaled ? layout::kRowScaleBytes : 0));
-            if constexpr (C::kQuantized)
+            if constexpr (C::kFp8)
                 load_column_scales(shared, stage.at, column_scales.first++, column_scales.second++);
             // The buffer's last scale factors were those of k-blocks whose stages are all released.
             if (x_scaled) {

@@ -22,10 +22,10 @@ __device__ __forceinline__ void multiply_tiles(const layout::ForwardParams& p, c
     const int warp_row = first_row + math_warp % 4 * 16;
     RingCursor<C::kStages> stage;
     RingCursor<C::kRing> ring;
-    Unpublished unpublished;
+    DeferredSignal signal;
     tracer.start();
     for (;; ring.next()) {
-        unpublished.wait(shared.ring_full(ring.at), ring.parity, lane);
+        signal.wait(shared.ring_full(ring.at), ring.parity, lane);
         const TileRecord t = await_record<TileRecord>(shared, ring);
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(shared.ring_empty(ring.at));
@@ -39,16 +39,16 @@ __device__ __forceinline__ void multiply_tiles(const layout::ForwardParams& p, c
                 weight[i] = __uint_as_float(
                     static_cast<std::uint32_t>(ptx::load_relaxed_gpu(p.route.slots + t.slot + row) >> 32));
         }
-        float d[128];
+        float d[C::kSums];
 #pragma unroll
-        for (int i = 0; i < 128; ++i)
+        for (int i = 0; i < C::kSums; ++i)
             d[i] = 0.0f;
-        unpublished.wait(shared.full(stage.at), stage.parity, lane);
+        signal.wait(shared.full(stage.at), stage.parity, lane);
         const bool any_rows = t.rows > first_row;
         if (any_rows) tracer.end(TraceKind::kWaitTurn, t.chunk, t.expert, trace_index(t, first_row));
         const int last_stage = multiply_tile<C>(d, shared, stage, t.k_blocks,
                                                 static_cast<std::uint32_t>(first_row * kOperandRowBytes),
-                                                any_rows, unpublished, lane);
+                                                any_rows, signal, lane);
         ptx::wgmma_wait<0>();
         release_stage<C>(shared, last_stage, lane);
         if (!any_rows) continue;
@@ -56,29 +56,30 @@ __device__ __forceinline__ void multiply_tiles(const layout::ForwardParams& p, c
         tracer.end(down ? TraceKind::kDown : TraceKind::kGateUp, t.chunk, t.expert,
                    trace_index(t, first_row));
         const std::uint32_t buffer = shared.store_buffer(math_warp);
-        unpublished.counter = p.counters + (t.slot + first_row) / layout::kRowBlock;
+        signal.counter = p.counters + (t.slot + first_row) / layout::kRowBlock;
         if (down) {
-            store_rows<4>(d, &p.o_store, buffer, t.column, t.pool_row + warp_row, lane);
-            unpublished.counter += p.down_done;
+            store_rows<C::kBlockN / 64>(d, &p.o_store, buffer, t.column, t.pool_row + warp_row, lane);
+            signal.counter += p.down_done;
         } else {
-            if constexpr (C::kSaves) {
+            if constexpr (C::kSavesGateUp) {
                 if (layout::is_saved(t.slot, p.saved.slots))
                     save_gate_up(
-                        d, p.saved.memory + layout::saved_offset(t.slot + first_row, t.column / 128,
-                                                                 p.intermediate / 128, math_warp % 4, lane));
+                        d, p.saved.memory + layout::saved_offset(
+                                                t.slot + first_row, t.column / layout::kSavedColumns,
+                                                p.intermediate / layout::kSavedColumns, math_warp % 4, lane));
             }
             // Five instructions of fifteen per element, which without a clamp do nothing.
             if (p.clamp < INFINITY)
                 swiglu_tile<true>(d, weight, p.clamp);
             else
                 swiglu_tile<false>(d, weight, p.clamp);
-            store_rows<2>(d, &p.h_store, buffer, t.column, t.pool_row + warp_row, lane);
-            unpublished.counter += p.gate_up_done;
+            store_rows<C::kGateUpColumns / 64>(d, &p.h_store, buffer, t.column, t.pool_row + warp_row, lane);
+            signal.counter += p.gate_up_done;
         }
         tracer.end(down ? TraceKind::kStoreDown : TraceKind::kStoreGateUp, t.chunk, t.expert,
                    trace_index(t, first_row));
     }
-    unpublished.publish(lane);
+    signal.publish(lane);
 }
 
 }  // namespace mega_moe::device::sm90

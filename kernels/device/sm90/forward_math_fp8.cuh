@@ -44,22 +44,23 @@ __device__ __forceinline__ void trace_end(Tracer<C::kTrace>& tracer, TraceKind k
     tracer.end(kind, t.chunk, t.expert, trace_index(t, first_row));
 }
 
-// One warp: stores its part of a tile, which is then told by `unpublished`.
+// One warp: stores its part of a tile, which is then told by `signal`.
 template <class C>
 __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams& p, const Smem<C>& shared,
                                                      const TileRecord& t, int math_warp, float (&d)[128],
-                                                     float lane_weight, Deferred<C>& unpublished, int lane) {
+                                                     float lane_weight, IndexedDeferredSignal<C>& signal,
+                                                     int lane) {
     const int first_row = math_warp / 4 * layout::kRowBlock;
     const int warp_row = first_row + math_warp % 4 * 16;
     const std::uint32_t buffer = shared.store_buffer(math_warp);
     // A tile may have too few k-blocks to have told of the one before on the way.
-    unpublished.publish(lane);
-    unpublished.counter = (t.slot + first_row) / layout::kRowBlock;
+    signal.publish(lane);
+    signal.counter = (t.slot + first_row) / layout::kRowBlock;
     if (t.kind == kDownTile) {
         const std::int64_t row_bytes = std::int64_t{p.hidden} * 2;
         store_rows_directly<4>(d, p.o_pool + (t.pool_row + warp_row) * row_bytes + t.column * 2, row_bytes,
                                buffer, lane);
-        unpublished.counter += static_cast<std::int32_t>(p.down_done);
+        signal.counter += static_cast<std::int32_t>(p.down_done);
         return;
     }
     const float weight[2] = {__shfl_sync(ptx::kAllLanes, lane_weight, lane / 4),
@@ -72,7 +73,7 @@ __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams
         layout::scale_run(t.pool_row, t.column_block, p.intermediate / layout::kQuantGroup);
     quantize_rows(d, weight, p.rounding, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
                   t.pool_row + warp_row, p.h_scales + run * layout::kRowScaleBytes + warp_row * 4, lane);
-    unpublished.counter += static_cast<std::int32_t>(p.gate_up_done);
+    signal.counter += static_cast<std::int32_t>(p.gate_up_done);
 }
 
 // One warpgroup: its part of this CTA's tiles.
@@ -86,10 +87,10 @@ __device__ __forceinline__ void multiply_quantized_tiles(const layout::ForwardPa
     int x_scales = 0;
     RingCursor<C::kStages> stage;
     RingCursor<C::kRing> ring;
-    Deferred<C> unpublished(p.counters);
+    IndexedDeferredSignal<C> signal(p.counters);
     tracer.start();
     for (;; ring.next()) {
-        unpublished.wait(shared.ring_full(ring.at), ring.parity, lane);
+        signal.wait(shared.ring_full(ring.at), ring.parity, lane);
         const auto record = [&] { return *reinterpret_cast<const TileRecord*>(shared.record(ring.at)); };
         const auto release_record = [&] {
             __syncwarp();
@@ -102,7 +103,7 @@ __device__ __forceinline__ void multiply_quantized_tiles(const layout::ForwardPa
         if (!down) x_scales = (x_scales + t.k_blocks / layout::kScaleBlocks) % 2;
         if (t.rows <= first_row) {
             release_record();
-            pass_tile<C>(shared, stage, t.k_blocks, unpublished, lane);
+            pass_tile<C>(shared, stage, t.k_blocks, signal, lane);
             continue;
         }
         // Of the warp's row that has the lane's number.
@@ -114,22 +115,22 @@ __device__ __forceinline__ void multiply_quantized_tiles(const layout::ForwardPa
 #pragma unroll
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
-        unpublished.wait(shared.full(stage.at), stage.parity, lane);
+        signal.wait(shared.full(stage.at), stage.parity, lane);
         trace_end<C>(tracer, TraceKind::kWaitTurn, record(), first_row);
         if (down)
-            multiply_quantized(d, shared, stage, t.k_blocks, unpublished, RowScalesOfStage<C>{shared},
-                               math_warp, lane);
+            multiply_quantized(d, shared, stage, t.k_blocks, signal, RowScalesOfStage<C>{shared}, math_warp,
+                               lane);
         else
-            multiply_quantized(d, shared, stage, t.k_blocks, unpublished,
-                               RowScalesOfX<C>{shared, first_x_scales}, math_warp, lane);
+            multiply_quantized(d, shared, stage, t.k_blocks, signal, RowScalesOfX<C>{shared, first_x_scales},
+                               math_warp, lane);
         const TileRecord tile = record();
         release_record();
         trace_end<C>(tracer, down ? TraceKind::kDown : TraceKind::kGateUp, tile, first_row);
-        store_quantized_tile<C>(p, shared, tile, math_warp, d, lane_weight, unpublished,
+        store_quantized_tile<C>(p, shared, tile, math_warp, d, lane_weight, signal,
                                 static_cast<int>(ptx::lane_id_anew()));
         trace_end<C>(tracer, down ? TraceKind::kStoreDown : TraceKind::kStoreGateUp, tile, first_row);
     }
-    unpublished.publish(lane);
+    signal.publish(lane);
 }
 
 }  // namespace mega_moe::device::sm90

@@ -16,9 +16,9 @@ __device__ __forceinline__ void release_stage(const Smem<C>& shared, int stage, 
         ptx::mbarrier_arrive_at(shared.empty(stage), static_cast<std::uint32_t>(lane));
 }
 
-// What a math warp has stored and not yet told: to wait for the stores at once would keep it from its next
-// tile.
-struct Unpublished {
+// Counts that a math warp owes for what it has stored: to wait for the stores at once would keep it from its
+// next tile.
+struct DeferredSignal {
     std::uint32_t* counter = nullptr;
     std::uint32_t* second = nullptr;  // of the same stores
 
@@ -33,7 +33,7 @@ struct Unpublished {
         second = nullptr;
     }
     // Counts what has just been stored, once it is written.
-    __device__ __forceinline__ void later(std::uint32_t* which, std::uint32_t* also, int lane) {
+    __device__ __forceinline__ void defer(std::uint32_t* which, std::uint32_t* also, int lane) {
         publish(lane);
         counter = which;
         second = also;
@@ -55,13 +55,13 @@ inline constexpr int kPublishBlock = 1;
 template <class C, Major A = Major::kK, Major B = Major::kK, int Count>
 __device__ __forceinline__ int multiply_tile(float (&d)[Count], const Smem<C>& shared,
                                              RingCursor<C::kStages>& stage, int k_blocks,
-                                             std::uint32_t a_offset, bool any_rows, Unpublished& unpublished,
+                                             std::uint32_t a_offset, bool any_rows, DeferredSignal& signal,
                                              int lane) {
     int previous = 0;
     for (int k_block = 0; k_block < k_blocks; ++k_block) {
         ptx::mbarrier_wait(shared.full(stage.at), stage.parity);
         if (any_rows) multiply_stage<A, B>(d, shared.a(stage.at) + a_offset, shared.b(stage.at));
-        if (k_block == kPublishBlock) unpublished.publish(lane);
+        if (k_block == kPublishBlock) signal.publish(lane);
         ptx::wgmma_wait<1>();
         if (k_block > 0) release_stage<C>(shared, previous, lane);
         previous = stage.at;

@@ -10,23 +10,21 @@
 // has some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
 namespace mega_moe::device::sm90 {
 
-// Of tiles with 256 columns. The other one is kept to be measured against it.
-inline constexpr Promotion kPromotion = Promotion::kQuarters;
-
-// As Unpublished, in fewer registers: a counter's index, and one at a time.
+// As DeferredSignal, in fewer registers: the index of one counter instead of the addresses of two.
 template <class C>
-struct Deferred {
+struct IndexedDeferredSignal {
     static constexpr std::int32_t kNone = -1;
 
     std::uint32_t* counters;
     std::int32_t counter = kNone;
 
-    __device__ __forceinline__ explicit Deferred(std::uint32_t* all_counters) : counters(all_counters) {}
+    __device__ __forceinline__ explicit IndexedDeferredSignal(std::uint32_t* all_counters)
+        : counters(all_counters) {}
 
     // By one warp. It waits for this warp's stores alone: wgmma keeps the warps of a warpgroup in step, and
     // one that waited for another here could wait for ever.
     __device__ __forceinline__ void publish(int lane) {
-        if constexpr (C::kQuantizesRows) {
+        if constexpr (C::kQuantizesOnArrival) {
             // Of dz, which ordinary stores write and copies read. Here rather than behind the stores, since
             // they are through by now.
             if (counter >= 0) ptx::fence_proxy_async_global();
@@ -39,7 +37,7 @@ struct Deferred {
         counter = kNone;
     }
     // Counts what has just been stored, once it is written; in two words at most.
-    __device__ __forceinline__ void later(const std::uint32_t* which, const std::uint32_t* also, int lane) {
+    __device__ __forceinline__ void defer(const std::uint32_t* which, const std::uint32_t* also, int lane) {
         publish(lane);
         if (also != nullptr) {
             counter = static_cast<std::int32_t>(also - counters);
@@ -72,7 +70,7 @@ struct QuantizedStages {
     using Stored = Operands;
     const Smem<C>& shared;
     RingCursor<C::kStages>& stage;  // the next that is opened
-    Deferred<C>& unpublished;
+    IndexedDeferredSignal<C>& signal;
     RowScales row_scales;
     int warpgroup;
     int lane;
@@ -95,7 +93,7 @@ struct QuantizedStages {
         const BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + 8 * RowScales::kStride)},
                             {ptx::load_shared(columns), ptx::load_shared(columns + 4)}};
         // The warpgroups take turns: while one waits for its stores to be seen, the other's products go on.
-        if (k_block >= kPublishBlock + warpgroup) unpublished.publish(lane);
+        if (k_block >= kPublishBlock + warpgroup) signal.publish(lane);
         ++k_block;
         return s;
     }
@@ -103,10 +101,7 @@ struct QuantizedStages {
 
   private:
     // The stage that was opened so many stages ago.
-    __device__ __forceinline__ int opened(int ago) const {
-        static_assert((C::kStages & (C::kStages - 1)) == 0, "stages");
-        return (stage.at - ago) & (C::kStages - 1);
-    }
+    __device__ __forceinline__ int opened(int ago) const { return (stage.at - ago) & (C::kStages - 1); }
 };
 
 // Scale factors that came with the stage: one run of those of a tile's rows.
@@ -123,9 +118,9 @@ struct RowScalesOfStage {
 // A warpgroup without rows passes the stages of a tile on.
 template <class C>
 __device__ __forceinline__ void pass_tile(const Smem<C>& shared, RingCursor<C::kStages>& stage, int k_blocks,
-                                          Deferred<C>& unpublished, int lane) {
+                                          IndexedDeferredSignal<C>& signal, int lane) {
     for (int k_block = 0; k_block < k_blocks; ++k_block, stage.next()) {
-        unpublished.wait(shared.full(stage.at), stage.parity, lane);
+        signal.wait(shared.full(stage.at), stage.parity, lane);
         release_stage<C>(shared, stage.at, lane);
     }
 }
@@ -134,14 +129,11 @@ __device__ __forceinline__ void pass_tile(const Smem<C>& shared, RingCursor<C::k
 template <class Stored = SwizzledRows, class C, class RowScales, int Columns>
 __device__ __forceinline__ void multiply_quantized(float (&sums)[Columns], const Smem<C>& shared,
                                                    RingCursor<C::kStages>& stage, int k_blocks,
-                                                   Deferred<C>& unpublished, const RowScales& row_scales,
-                                                   int math_warp, int lane) {
+                                                   IndexedDeferredSignal<C>& signal,
+                                                   const RowScales& row_scales, int math_warp, int lane) {
     [[maybe_unused]] const std::uint32_t zero = ptx::opaque_zero();
-    QuantizedStages<C, RowScales, Stored> stages{shared, stage, unpublished, row_scales, math_warp / 4, lane};
-    if constexpr (Columns == 128 && kPromotion == Promotion::kHalves) {
-        while (stages.k_block < k_blocks)
-            multiply_block_in_halves(sums, stages);
-    } else if constexpr (Columns == 64) {
+    QuantizedStages<C, RowScales, Stored> stages{shared, stage, signal, row_scales, math_warp / 4, lane};
+    if constexpr (Columns == 64) {
         float partial[32];
 #pragma unroll
         for (int i = 0; i < 32; ++i)

@@ -88,10 +88,10 @@ class GradientOperands {
     }
     // A warpgroup that is alone may be a tile behind the other.
     __device__ __forceinline__ void sync() const {
-        if (warps_ == layout::kMathWarps)
-            ptx::sync_threads<ptx::kBothWarpgroups>(32 * layout::kMathWarps);
+        if (warps_ == C::kMathWarps)
+            ptx::sync_threads<ptx::kBothWarpgroups>(32 * C::kMathWarps);
         else
-            ptx::sync_threads<ptx::kFirstWarpgroup>(32 * layout::kMathWarps / 2);
+            ptx::sync_threads<ptx::kFirstWarpgroup>(32 * C::kMathWarps / 2);
     }
 
     __device__ __forceinline__ void tell_largest(const std::uint32_t (&words)[32], int turn) const {

@@ -86,17 +86,18 @@ __device__ __forceinline__ void store_gradient(const layout::BackwardParams& p, 
     if (both_halves) store_rows<2>(d + 64, map, buffer, t.column + 128, row, lane);
 }
 
-// By one warp, behind its products; `told` counts them.
-template <bool Trace, class Told>
+// By one warp, behind its products; `signal` counts them.
+template <bool Trace, class Signal>
 __device__ __forceinline__ void store_gradient_tile(const layout::BackwardParams& p, const BackwardTile& t,
-                                                    float (&d)[128], Told& told, int first_row, int warp_row,
-                                                    std::uint32_t buffer, int lane, Tracer<Trace>& tracer) {
+                                                    float (&d)[128], Signal& signal, int first_row,
+                                                    int warp_row, std::uint32_t buffer, int lane,
+                                                    Tracer<Trace>& tracer) {
     tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row));
     store_gradient(p, t, d, warp_row, buffer, lane);
     __syncwarp();
     // The next part of the tile may be waiting for the turn, but another tile is taken meanwhile.
-    told.later((t.flags & kCountTurn) != 0 ? p.counters + p.turns + t.turn : nullptr,
-               (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr, lane);
+    signal.defer((t.flags & kCountTurn) != 0 ? p.counters + p.turns + t.turn : nullptr,
+                 (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr, lane);
     tracer.end(TraceKind::kStoreGradient, t.chunk, t.expert, trace_index(t, first_row));
 }
 

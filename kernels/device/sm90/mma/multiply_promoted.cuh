@@ -9,11 +9,6 @@
 // about 14 bits, and the scale factors change.
 namespace mega_moe::device::sm90 {
 
-// How a stage is multiplied: in two passes of 128 columns, each promoted before the next, while the tensor
-// core works for the other warpgroup; or in four passes of 64, of which the next is under way while one is
-// promoted.
-enum class Promotion { kHalves, kQuarters };
-
 // Low words of the descriptors of one stage: 64 rows and the columns, K-major.
 struct StageOperands {
     std::uint32_t rows;
@@ -104,43 +99,6 @@ __device__ __forceinline__ void multiply_block_in_turn(float (&sums)[64], float 
         if (pass == 1) source.close(1);
         promote_pass(sums + 32 * pass, partial, scales.rows[0] * scales.columns[0],
                      scales.rows[1] * scales.columns[0]);
-    }
-}
-
-// sums += the scaled products of one k-block with 256 columns, in halves. `Source` as above.
-template <class Source>
-__device__ __forceinline__ void multiply_block_in_halves(float (&sums)[128], Source& source) {
-    constexpr auto kStep = static_cast<std::uint32_t>(kStepOfInstruction<Major::kK>);
-    const auto descriptor = [](std::uint32_t low) { return std::uint64_t{kDescriptorHigh} << 32 | low; };
-    const StageOperands at = source.open();
-    BlockScales scales;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float partial[64];
-        const std::uint32_t columns = at.columns + half * 2 * static_cast<std::uint32_t>(kStepOf64Rows);
-        ptx::wgmma_fence();
-        ptx::wgmma_e4m3_first(partial, descriptor(at.rows), descriptor(columns));
-#pragma unroll
-        for (int k = 1; k < 4; ++k)
-            ptx::wgmma_e4m3(partial, descriptor(at.rows + k * kStep), descriptor(columns + k * kStep));
-        ptx::wgmma_commit();
-        if (half == 0) scales = source.scales();
-        ptx::wgmma_wait<0>();
-        if (half == 1) source.close(1);
-        const float upper = scales.rows[0] * scales.columns[half];
-        const float lower = scales.rows[1] * scales.columns[half];
-        float* d = sums + 64 * half;
-#pragma unroll
-        for (int i = 0; i < 64; i += 4) {
-            d[i] = fmaf(upper, partial[i], d[i]);
-            d[i + 1] = fmaf(upper, partial[i + 1], d[i + 1]);
-            d[i + 2] = fmaf(lower, partial[i + 2], d[i + 2]);
-            d[i + 3] = fmaf(lower, partial[i + 3], d[i + 3]);
-        }
-        // Holds this half's promotion before the next half's products.
-#pragma unroll
-        for (int i = 0; i < 64; ++i)
-            asm volatile("" : "+f"(d[i]));
     }
 }
 
