@@ -2,9 +2,10 @@
 
     python ci/check_layers.py [KERNELS_FOLDER]
 
-The order, from the top: binding, include (the contract), host, device, layout. Within device: kernel, role, then
-the primitives, ptx and base. The build gives each layer only the include folders that it may use, so most of these
-would not compile; what nobody compiles, relative paths, the order within device and cycles are caught here alone.
+The order, from the top: binding, include (the contract), then host and device side by side, which meet in layout alone.
+Within device: kernel, the folder of one architecture, then what every architecture shares. The build gives each layer
+only the include folders that it may use, so most of these would not compile; what nobody compiles, relative paths, the
+order within device, the headers of the contract that everyone may see, and cycles are caught here alone.
 """
 
 from __future__ import annotations
@@ -20,21 +21,27 @@ SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".inc"}
 LAYERS: dict[str, set[str]] = {
     "binding": {"binding", "include"},
     "include": {"include"},
-    "host": {"host", "include", "device", "layout"},
+    "host": {"host", "include", "layout"},
     "device": {"device", "layout"},
     "layout": {"layout"},
     "tests": {"tests", "host", "include", "device", "layout"},
     "bench": {"bench", "include", "device", "layout"},
 }
+# Plain words of a call, without a struct of the contract: every layer may see them.
+WORDS = {"mega_moe/activation.h", "mega_moe/limits.h", "mega_moe/mode.h"}
 # Order within device/, highest first; those on one line do not know each other.
 DEVICE_ORDER: list[set[str]] = [
     {"kernel"},
-    {"role"},
-    {"epilogue", "sched", "comm"},
-    {"pipe", "mma", "tile"},
+    {"sm90"},
+    {"combine", "dispatch"},
+    {"quantize", "schedule"},
+    {"route"},
+    {"comm"},
+    {"common"},
     {"ptx"},
-    {"base"},
 ]
+# Headers of device/ptx/ that only the folder of an architecture may see, by prefix of the name.
+TENSOR_CORE = {"wgmma": "sm90"}
 # Headers from outside, by prefix, and the only layers that may see them. The standard library's have no suffix.
 FOREIGN: dict[str, set[str]] = {
     "torch/": {"binding"},
@@ -88,14 +95,22 @@ def fault_of_foreign(layer: str, name: str) -> str | None:
 
 def fault_of_internal(path: Path, target: Path) -> str | None:
     layer, wanted = path.parts[0], target.parts[0]
-    if wanted not in LAYERS[layer]:
-        return f"{layer} may include {sorted(LAYERS[layer])} only"
+    if wanted not in LAYERS[layer] and include_name(target) not in WORDS:
+        words = f" and of include/ {sorted(WORDS)}" if wanted == "include" else ""
+        return f"{layer} may include {sorted(LAYERS[layer])} only{words}"
     if layer == wanted == "device":
         own, other = device_level(path), device_level(target)
         if own is None or other is None:
             return f"a folder of device/ without a place in the order {[sorted(names) for names in DEVICE_ORDER]}"
         if other < own or (other == own and path.parts[1] != target.parts[1]):
             return f"device/{path.parts[1]} may not know device/{target.parts[1]}"
+        for prefix, owner in TENSOR_CORE.items():
+            if (
+                target.name.startswith(prefix)
+                and target.parts[1] == "ptx"
+                and path.parts[1] not in {owner, "ptx"}
+            ):
+                return f"device/{path.parts[1]} may not know the tensor core of {owner}"
     return None
 
 

@@ -37,18 +37,45 @@ def test_the_sources_pass() -> None:
         ("binding/stage.cpp", '#include "host/select.h"', "binding may include"),
         ("binding/stage.cpp", '#include "layout/staging.h"', "binding may include"),
         ("binding/stage.cpp", "#include <cuda_runtime_api.h>", "may see it"),
-        ("device/role/stage_copy.cuh", '#include "mega_moe/status.h"', "device may include"),
-        ("device/role/stage_copy.cuh", '#include "host/variant.h"', "device may include"),
+        ("device/dispatch/stage_copy.cuh", '#include "mega_moe/status.h"', "device may include"),
+        ("device/dispatch/stage_copy.cuh", '#include "host/variant.h"', "device may include"),
         (
-            "device/role/stage_copy.cuh",
+            "device/dispatch/stage_copy.cuh",
             '#include "device/kernel/sm90_stage.cuh"',
             "may not know device/kernel",
         ),
-        ("device/base/macros.cuh", '#include "device/ptx/e4m3.cuh"', "may not know device/ptx"),
+        ("device/dispatch/source.cuh", '#include "device/sm90/smem.cuh"', "may not know device/sm90"),
+        (
+            "device/dispatch/source.cuh",
+            '#include "device/combine/combine.cuh"',
+            "may not know device/combine",
+        ),
+        (
+            "device/combine/sum_rows.cuh",
+            '#include "device/dispatch/pull.cuh"',
+            "may not know device/dispatch",
+        ),
+        (
+            "device/schedule/record.cuh",
+            '#include "device/quantize/weights.cuh"',
+            "may not know device/quantize",
+        ),
+        (
+            "device/quantize/weights.cuh",
+            '#include "device/dispatch/source.cuh"',
+            "may not know device/dispatch",
+        ),
+        ("device/route/ids.cuh", '#include "device/schedule/record.cuh"', "may not know device/schedule"),
+        ("device/comm/wait.cuh", '#include "device/route/ids.cuh"', "may not know device/route"),
+        ("device/common/macros.cuh", '#include "device/comm/wait.cuh"', "may not know device/comm"),
+        ("device/ptx/e4m3.cuh", '#include "device/common/macros.cuh"', "may not know device/common"),
+        ("device/schedule/record.cuh", '#include "device/ptx/wgmma.cuh"', "the tensor core of sm90"),
         ("device/extra/new.cuh", '#include "device/ptx/e4m3.cuh"', "without a place in the order"),
-        ("layout/staging.h", '#include "device/base/macros.cuh"', "layout may include"),
+        ("layout/staging.h", '#include "device/common/macros.cuh"', "layout may include"),
+        ("layout/staging.h", '#include "mega_moe/route.h"', "layout may include"),
+        ("host/select.cpp", '#include "device/common/macros.cuh"', "host may include"),
         ("include/mega_moe/stage.h", '#include "layout/staging.h"', "include may include"),
-        ("host/select.cpp", '#include "../device/base/macros.cuh"', "no such file"),
+        ("host/select.cpp", '#include "../device/common/macros.cuh"', "no such file"),
         ("host/select.cpp", '  #  include "gone.h"', "no such file"),
         ("host/select.cpp", "#include <cutlass/cutlass.h>", "not a header of the project"),
         ("layout/staging.h", '#include "layout/staging.h"', "cycle: layout/staging.h -> layout/staging.h"),
@@ -59,6 +86,12 @@ def test_refuses(copy: Path, file: str, line: str, reason: str) -> None:
     (copy / file).parent.mkdir(exist_ok=True)
     faults = plant(copy, file, line)
     assert any(file in fault and reason in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize("file", ["layout/staging.h", "device/ptx/e4m3.cuh", "host/select.cpp"])
+@pytest.mark.parametrize("name", sorted(check_layers.WORDS))
+def test_every_layer_may_know_the_words_of_a_call(copy: Path, file: str, name: str) -> None:
+    assert plant(copy, file, f'#include "{name}"') == []
 
 
 def test_refuses_a_longer_cycle(copy: Path) -> None:

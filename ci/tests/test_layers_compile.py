@@ -15,12 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = [
-    ("binding/stage.cpp", "device/role/stage_params.h"),
+    ("binding/stage.cpp", "device/ptx/fence.cuh"),
     ("binding/stage.cpp", "host/select.h"),
     ("binding/stage.cpp", "layout/staging.h"),
     ("binding/stage.cpp", "cuda_runtime_api.h"),
     ("host/stage.cpp", "torch/csrc/stable/tensor.h"),
     ("host/stage.cpp", "binding/ops.h"),
+    ("host/stage.cpp", "device/ptx/fence.cuh"),
 ]
 
 

@@ -19,7 +19,8 @@ constexpr ScalarType kFp32 = ScalarType::Float;
 Activation unpack_activation(const Checker& check, const std::string& kind, std::optional<double> clamp,
                              std::optional<double> alpha) {
     if (kind != "swiglu") check.fail("activation is '" + kind + "', must be 'swiglu'");
-    if (clamp.has_value() && !(*clamp > 0)) check.fail("clamp is " + std::to_string(*clamp) + ", must be above 0");
+    if (clamp.has_value() && !(*clamp > 0))
+        check.fail("clamp is " + std::to_string(*clamp) + ", must be above 0");
     if (alpha.has_value()) check.fail("alpha is " + std::to_string(*alpha) + ", must be None for swiglu");
     return {ActivationKind::kSwiglu, static_cast<float>(clamp.value_or(INFINITY)), 1.0f};
 }
@@ -71,14 +72,16 @@ void unpack_weights(Operands& operands, const Weights& w, const BufferShape& sha
     const char* where = backward ? "the backward is in fp8 alone" : "the forward is in fp8 alone";
     const char* where_down = "the backward is not in fp8";
     inputs.w_gate_up = operands.input("w_gate_up", w.w_gate_up, {type}, {experts, 2 * inner, hidden});
-    inputs.w_down = operands.input("w_down", w.w_down, {type}, {experts, hidden, inner}, !transposed, where_down);
-    fp8.w_gate_up_t = operands.input("w_gate_up_t", w.w_gate_up_t, {kE4m3}, {experts, hidden, 2 * inner}, transposed,
-                                     where);
-    fp8.w_down_t = operands.input("w_down_t", w.w_down_t, {kE4m3}, {experts, inner, hidden}, transposed, where);
+    inputs.w_down =
+        operands.input("w_down", w.w_down, {type}, {experts, hidden, inner}, !transposed, where_down);
+    fp8.w_gate_up_t = operands.input("w_gate_up_t", w.w_gate_up_t, {kE4m3}, {experts, hidden, 2 * inner},
+                                     transposed, where);
+    fp8.w_down_t =
+        operands.input("w_down_t", w.w_down_t, {kE4m3}, {experts, inner, hidden}, transposed, where);
     fp8.gate_up_sf = static_cast<const float*>(operands.input(
         "gate_up_sf", w.gate_up_sf, {kFp32}, {experts, 2 * inner / 128, hidden / 128}, quantized, where));
-    fp8.down_sf = static_cast<const float*>(
-        operands.input("down_sf", w.down_sf, {kFp32}, {experts, hidden / 128, inner / 128}, quantized, where));
+    fp8.down_sf = static_cast<const float*>(operands.input(
+        "down_sf", w.down_sf, {kFp32}, {experts, hidden / 128, inner / 128}, quantized, where));
 }
 
 void raise_unless_ok(const Checker& check, const Status& status) {
@@ -90,7 +93,8 @@ void raise_unless_ok(const Checker& check, const Status& status) {
 void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& w_gate_up,
                  const Tensor& w_down, MaybeTensor gate_up_sf, MaybeTensor down_sf, const Tensor& y,
                  MaybeTensor saved_gate_up, const Tensor& summary, Words rank, std::string activation,
-                 std::optional<double> clamp, std::optional<double> alpha, MaybeTensor trace, int64_t delay_seed) {
+                 std::optional<double> clamp, std::optional<double> alpha, MaybeTensor trace,
+                 int64_t delay_seed) {
     const Checker check("moe_forward");
     Operands operands(check);
     ForwardProblem problem{};
@@ -118,9 +122,9 @@ void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_wei
 void moe_backward(const Tensor& dy, const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights,
                   const Tensor& w_gate_up, MaybeTensor w_down, MaybeTensor w_gate_up_t, MaybeTensor w_down_t,
                   MaybeTensor gate_up_sf, MaybeTensor down_sf, MaybeTensor saved_gate_up, MaybeTensor dx,
-                  MaybeTensor dtopk, MaybeTensor dw_gate_up, MaybeTensor dw_down, const Tensor& summary, Words rank,
-                  std::string activation, std::optional<double> clamp, std::optional<double> alpha, bool accumulate,
-                  MaybeTensor trace, int64_t delay_seed) {
+                  MaybeTensor dtopk, MaybeTensor dw_gate_up, MaybeTensor dw_down, const Tensor& summary,
+                  Words rank, std::string activation, std::optional<double> clamp,
+                  std::optional<double> alpha, bool accumulate, MaybeTensor trace, int64_t delay_seed) {
     const Checker check("moe_backward");
     Operands operands(check);
     BackwardProblem problem{};

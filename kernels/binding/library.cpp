@@ -28,22 +28,23 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "route(Tensor topk_idx, Tensor? topk_weights, Tensor(a!) summary, int[] rank, int refused_tokens) "
         "-> ()");
-    // In fp8 the weights are e4m3 with scale factors; x is bf16 and quantized by the kernel, or e4m3 and lies where the
-    // buffer stages it. saved_gate_up: bf16 [rows, 2 * intermediate], of the rows with the lowest slots, for
-    // moe_backward alone to read. trace: int64 [CTAs, roles, events, 3], zero. delay_seed: pauses in the communication
-    // roles, 0 for none.
+    // In fp8 the weights are e4m3 with scale factors; x is bf16 and quantized by the kernel, or e4m3 and lies
+    // where the buffer stages it. saved_gate_up: bf16 [rows, 2 * intermediate], of the rows with the lowest
+    // slots, for moe_backward alone to read. trace: int64 [CTAs, roles, events, 3], zero. delay_seed: pauses
+    // in the communication roles, 0 for none.
     m.def(
         "moe_forward(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, "
         "Tensor? gate_up_sf, Tensor? down_sf, Tensor(a!) y, Tensor(b!)? saved_gate_up, Tensor(c!) summary, "
         "int[] rank, str activation, float? clamp, float? alpha, Tensor(d!)? trace=None, int delay_seed=0) "
         "-> ()");
-    // In fp8 w_gate_up and the transposed copies are e4m3, and w_down is None. saved_gate_up: what moe_forward left for
-    // the same tokens, else gate and up are computed again. Of a result that is None nothing is computed. Weight
-    // gradients are bf16 or fp32, set, or added to when accumulating.
+    // In fp8 w_gate_up and the transposed copies are e4m3, and w_down is None. saved_gate_up: what
+    // moe_forward left for the same tokens, else gate and up are computed again. Of a result that is None
+    // nothing is computed. Weight gradients are bf16 or fp32, set, or added to when accumulating.
     m.def(
         "moe_backward(Tensor dy, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, "
         "Tensor? w_down, Tensor? w_gate_up_t, Tensor? w_down_t, Tensor? gate_up_sf, Tensor? down_sf, "
-        "Tensor? saved_gate_up, Tensor(a!)? dx, Tensor(b!)? dtopk, Tensor(c!)? dw_gate_up, Tensor(d!)? dw_down, "
+        "Tensor? saved_gate_up, Tensor(a!)? dx, Tensor(b!)? dtopk, Tensor(c!)? dw_gate_up, Tensor(d!)? "
+        "dw_down, "
         "Tensor(e!) summary, int[] rank, str activation, float? clamp, float? alpha, bool accumulate, "
         "Tensor(f!)? trace=None, int delay_seed=0) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");

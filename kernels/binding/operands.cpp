@@ -18,11 +18,11 @@ const void* Operands::input(const char* name, const Tensor& tensor, Dtypes dtype
     return tensor.const_data_ptr();
 }
 
-const void* Operands::input(const char* name, const MaybeTensor& tensor, Dtypes dtypes, Sizes sizes, bool wanted,
-                            const char* where) {
+const void* Operands::input(const char* name, const MaybeTensor& tensor, Dtypes dtypes, Sizes sizes,
+                            bool wanted, const char* where) {
     if (tensor.has_value() != wanted)
-        check_.fail(std::string(name) + " is " + (wanted ? "None, must be a tensor" : "a tensor, must be None") +
-                    " where " + where);
+        check_.fail(std::string(name) + " is " +
+                    (wanted ? "None, must be a tensor" : "a tensor, must be None") + " where " + where);
     return wanted ? input(name, *tensor, dtypes, sizes) : nullptr;
 }
 

@@ -12,8 +12,8 @@ using MaybeTensor = std::optional<Tensor>;
 using Dtypes = std::initializer_list<ScalarType>;
 using Sizes = std::initializer_list<int64_t>;
 
-// Checks an operator's tensors and hands out their addresses: contiguous, 16-byte aligned, of these sizes. Devices are
-// checked apart, last, so that a machine without a GPU can test every other check.
+// Checks an operator's tensors and hands out their addresses: contiguous, 16-byte aligned, of these sizes.
+// Devices are checked apart, last, so that a machine without a GPU can test every other check.
 class Operands {
   public:
     explicit Operands(const Checker& check) : check_(check) {}

@@ -28,14 +28,15 @@ void route(const Tensor& topk_idx, MaybeTensor topk_weights, const Tensor& summa
 void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& w_gate_up,
                  const Tensor& w_down, MaybeTensor gate_up_sf, MaybeTensor down_sf, const Tensor& y,
                  MaybeTensor saved_gate_up, const Tensor& summary, Words rank, std::string activation,
-                 std::optional<double> clamp, std::optional<double> alpha, MaybeTensor trace, int64_t delay_seed);
+                 std::optional<double> clamp, std::optional<double> alpha, MaybeTensor trace,
+                 int64_t delay_seed);
 
 void moe_backward(const Tensor& dy, const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights,
                   const Tensor& w_gate_up, MaybeTensor w_down, MaybeTensor w_gate_up_t, MaybeTensor w_down_t,
                   MaybeTensor gate_up_sf, MaybeTensor down_sf, MaybeTensor saved_gate_up, MaybeTensor dx,
-                  MaybeTensor dtopk, MaybeTensor dw_gate_up, MaybeTensor dw_down, const Tensor& summary, Words rank,
-                  std::string activation, std::optional<double> clamp, std::optional<double> alpha, bool accumulate,
-                  MaybeTensor trace, int64_t delay_seed);
+                  MaybeTensor dtopk, MaybeTensor dw_gate_up, MaybeTensor dw_down, const Tensor& summary,
+                  Words rank, std::string activation, std::optional<double> clamp,
+                  std::optional<double> alpha, bool accumulate, MaybeTensor trace, int64_t delay_seed);
 
 void clock_probe(const Tensor& out);
 

@@ -39,9 +39,10 @@ void check_multiples(const Checker& check, const BufferShape& shape, Direction d
 
 BufferShape unpack_shape(const Checker& check, const Words& words) {
     if (words.size() < kShapeWords)
-        check.fail("shape has " + std::to_string(words.size()) + " words, must have " + std::to_string(kShapeWords));
-    BufferShape shape{words[kMaxTokens], words[kTopK],     words[kNumExperts], words[kHidden],
-                      words[kIntermediate], words[kNumRanks], words[kPoolRows], unpack_mode(check, words),
+        check.fail("shape has " + std::to_string(words.size()) + " words, must have " +
+                   std::to_string(kShapeWords));
+    BufferShape shape{words[kMaxTokens],    words[kTopK],     words[kNumExperts], words[kHidden],
+                      words[kIntermediate], words[kNumRanks], words[kPoolRows],   unpack_mode(check, words),
                       words[kCanaries] != 0};
     check.range("max_tokens", shape.max_tokens, 1, kMaxTokensPerRank);
     check.range("top_k", shape.top_k, 1, kMaxTopK);

@@ -1,10 +1,10 @@
 #include "mega_moe/layer.h"
 
-#include "device/role/backward_params.h"
 #include "host/layer_launch.h"
 #include "host/make_status.h"
 #include "host/route_params.h"
 #include "host/tensor_map.h"
+#include "layout/backward_params.h"
 #include "layout/gradients.h"
 #include "layout/layer_shared.h"
 #include "layout/symmetric.h"
@@ -25,7 +25,7 @@ struct Map {
     std::int64_t rows;
     std::int64_t columns;
     std::uint32_t box;  // rows, or blocks of columns
-    device::TensorMap& map;
+    layout::TensorMap& map;
 };
 
 template <int Count>
@@ -38,56 +38,64 @@ Status encode(decltype(&map_rows) make, const Map (&maps)[Count]) noexcept {
 }
 
 // Operands of the products whose rows are loaded, in bf16.
-Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                    const Parts& parts, device::BackwardParams& p) noexcept {
+Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local,
+                    const layout::KernelFacts& kernel, std::byte* workspace, const Parts& parts,
+                    layout::BackwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     const std::int64_t gate_up_rows = local.num_local * 2 * local.intermediate;
-    constexpr std::uint32_t kHeight = layout::kTileRows;
+    const auto block_m = static_cast<std::uint32_t>(kernel.block_m);
+    // Each CTA of a cluster loads half of the weights that both read.
+    const auto half_n = static_cast<std::uint32_t>(kernel.block_n / 2);
     const void* x = workspace + parts[layout::kXPool];
     const void* dy = workspace + parts[layout::kDyPool];
     const void* dz = workspace + parts[layout::kDzPool];
     const Map by_rows[] = {
-        {"x pool", x, rows, local.hidden, kHeight, p.x_load},
-        {"x pool", x, rows, local.hidden, kHeight / 2, p.x_half_load},
-        {"dy pool", dy, rows, local.hidden, kHeight, p.dy_load},
-        {"dy pool", dy, rows, local.hidden, kHeight / 2, p.dy_half_load},
-        {"dz pool", dz, rows, 2 * local.intermediate, kHeight, p.dz_load},
-        {"dz pool", dz, rows, 2 * local.intermediate, kHeight / 2, p.dz_half_load},
-        {"w_gate_up", problem.call.inputs.w_gate_up, gate_up_rows, local.hidden, 128, p.gate_up_load},
-        {"w_down", problem.call.inputs.w_down, local.num_local * local.hidden, local.intermediate, 64, p.down_load},
+        {"x pool", x, rows, local.hidden, block_m, p.x_load},
+        {"x pool", x, rows, local.hidden, block_m / 2, p.x_half_load},
+        {"dy pool", dy, rows, local.hidden, block_m, p.dy_load},
+        {"dy pool", dy, rows, local.hidden, block_m / 2, p.dy_half_load},
+        {"dz pool", dz, rows, 2 * local.intermediate, block_m, p.dz_load},
+        {"dz pool", dz, rows, 2 * local.intermediate, block_m / 2, p.dz_half_load},
+        {"w_gate_up", problem.call.inputs.w_gate_up, gate_up_rows, local.hidden, half_n, p.gate_up_load},
+        {"w_down", problem.call.inputs.w_down, local.num_local * local.hidden, local.intermediate,
+         layout::kRowBlock, p.down_load},
     };
     const Status status = encode(map_rows, by_rows);
     if (!status.ok) return status;
-    const Map by_blocks[] = {
-        {"w_gate_up", problem.call.inputs.w_gate_up, gate_up_rows, local.hidden, 2, p.gate_up_blocks}};
+    const Map by_blocks[] = {{"w_gate_up", problem.call.inputs.w_gate_up, gate_up_rows, local.hidden,
+                              half_n / layout::kRowBlock, p.gate_up_blocks}};
     return encode(map_blocks, by_blocks);
 }
 
 // The same in e4m3, and what makes them.
 Status map_quantized_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local,
-                              std::byte* workspace, const Parts& parts, device::BackwardParams& p) noexcept {
+                              const layout::KernelFacts& kernel, std::byte* workspace, const Parts& parts,
+                              layout::BackwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     const std::int64_t hidden = local.hidden;
     const std::int64_t inner = local.intermediate;
-    constexpr std::uint32_t kHeight = layout::kTileRows;
+    const auto block_m = static_cast<std::uint32_t>(kernel.block_m);
+    // Each CTA of a cluster loads half of the weights that both read.
+    const auto half_n = static_cast<std::uint32_t>(kernel.block_n / 2);
     std::byte* x = workspace + parts[layout::kXCodePool];
     std::byte* dy = workspace + parts[layout::kDyCodePool];
     std::byte* dz = workspace + parts[layout::kDzCodePool];
     const Map by_rows[] = {
-        {"x_e4m3 pool", x, rows, hidden, kHeight, p.x_load},
-        {"x_e4m3 pool", x, rows, hidden, kHeight / 2, p.x_half_load},
-        {"dy_e4m3 pool", dy, rows, hidden, kHeight, p.dy_load},
-        {"dy_e4m3 pool", dy, rows, hidden, kHeight / 2, p.dy_half_load},
-        {"dz_e4m3 pool", dz, rows, 2 * inner, kHeight, p.dz_load},
-        {"dz_e4m3 pool", dz, rows, 2 * inner, kHeight / 2, p.dz_half_load},
-        {"w_gate_up", problem.call.inputs.w_gate_up, local.num_local * 2 * inner, hidden, 128, p.gate_up_load},
-        {"w_down_t", problem.fp8.w_down_t, local.num_local * inner, hidden, 64, p.down_load},
-        {"w_gate_up_t", problem.fp8.w_gate_up_t, local.num_local * hidden, 2 * inner, 128,
+        {"x_e4m3 pool", x, rows, hidden, block_m, p.x_load},
+        {"x_e4m3 pool", x, rows, hidden, block_m / 2, p.x_half_load},
+        {"dy_e4m3 pool", dy, rows, hidden, block_m, p.dy_load},
+        {"dy_e4m3 pool", dy, rows, hidden, block_m / 2, p.dy_half_load},
+        {"dz_e4m3 pool", dz, rows, 2 * inner, block_m, p.dz_load},
+        {"dz_e4m3 pool", dz, rows, 2 * inner, block_m / 2, p.dz_half_load},
+        {"w_gate_up", problem.call.inputs.w_gate_up, local.num_local * 2 * inner, hidden, half_n,
+         p.gate_up_load},
+        {"w_down_t", problem.fp8.w_down_t, local.num_local * inner, hidden, half_n / 2, p.down_load},
+        {"w_gate_up_t", problem.fp8.w_gate_up_t, local.num_local * hidden, 2 * inner, half_n,
          p.gate_up_blocks},
     };
     p.codes[0] = {x, reinterpret_cast<float*>(workspace + parts[layout::kXScalePool])};
     p.codes[1] = {dy, reinterpret_cast<float*>(workspace + parts[layout::kDyScalePool])};
-    p.rounding = device::scale_rounding(problem.call.shape.mode.scale_format == ScaleFormat::kPowerOfTwo);
+    p.rounding = layout::scale_rounding(problem.call.shape.mode.scale_format == ScaleFormat::kPowerOfTwo);
     if (local.num_ranks == 1) {
         std::byte* codes = workspace + parts[layout::kOwnCodes];
         auto* scales = reinterpret_cast<float*>(workspace + parts[layout::kOwnScales]);
@@ -109,7 +117,7 @@ Status map_quantized_operands(const BackwardProblem& problem, const layout::Work
 
 // What is stored, and the operands of the weights' gradients: bf16 in every precision.
 Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                 const Parts& parts, device::BackwardParams& p) noexcept {
+                 const Parts& parts, layout::BackwardParams& p) noexcept {
     const std::int64_t rows = local.pools() * local.pool_rows;
     const std::int64_t hidden = local.hidden;
     const std::int64_t intermediate = local.intermediate;
@@ -120,31 +128,34 @@ Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& l
     const void* dz = workspace + parts[layout::kDzPool];
     const void* h = workspace + parts[layout::kHPool];
     const void* dx = workspace + parts[layout::kOPool];
+    // Blocks of half a cluster's tile of wgrad, in either extent.
+    constexpr std::uint32_t kBlocks = layout::kGradientColumns / 2 / layout::kRowBlock;
+    static_assert(layout::kGradientRows == layout::kGradientColumns);
     const Map by_blocks[] = {
-        {"x pool", x, rows, hidden, 2, p.x_blocks},
-        {"dy pool", dy, rows, hidden, 2, p.dy_blocks},
+        {"x pool", x, rows, hidden, kBlocks, p.x_blocks},
+        {"dy pool", dy, rows, hidden, kBlocks, p.dy_blocks},
     };
     Status status = encode(map_blocks, by_blocks);
     if (!status.ok) return status;
     // Where they are in e4m3 no copy by a map reads or writes them.
     if (!local.has_transposed()) {
         const Map stores[] = {
-            {"dz pool", dz, rows, 2 * intermediate, 16, p.dz_store},
-            {"h pool", h, rows, intermediate, 16, p.h_store},
-            {"dx pool", dx, rows, hidden, 16, p.dx_store},
+            {"dz pool", dz, rows, 2 * intermediate, layout::kWarpRows, p.dz_store},
+            {"h pool", h, rows, intermediate, layout::kWarpRows, p.h_store},
+            {"dx pool", dx, rows, hidden, layout::kWarpRows, p.dx_store},
         };
         status = encode(map_rows, stores);
         if (!status.ok) return status;
         const Map read[] = {
-            {"dz pool", dz, rows, 2 * intermediate, 2, p.dz_blocks},
-            {"h pool", h, rows, intermediate, 2, p.h_blocks},
+            {"dz pool", dz, rows, 2 * intermediate, kBlocks, p.dz_blocks},
+            {"h pool", h, rows, intermediate, kBlocks, p.h_blocks},
         };
         status = encode(map_blocks, read);
         if (!status.ok) return status;
     }
     const Map gradients[] = {
-        {"dw_gate_up", problem.dw_gate_up, gate_up_rows, hidden, 16, p.dw_gate_up_store},
-        {"dw_down", problem.dw_down, down_rows, intermediate, 16, p.dw_down_store},
+        {"dw_gate_up", problem.dw_gate_up, gate_up_rows, hidden, layout::kWarpRows, p.dw_gate_up_store},
+        {"dw_down", problem.dw_down, down_rows, intermediate, layout::kWarpRows, p.dw_down_store},
     };
     for (const Map& m : gradients) {
         // An fp32 gradient is stored without a map, and one that nobody wants not at all.
@@ -156,7 +167,7 @@ Status make_maps(const BackwardProblem& problem, const layout::WorkspaceShape& l
 }
 
 void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& local, std::byte* workspace,
-                const Parts& parts, device::BackwardParams& p) noexcept {
+                const Parts& parts, layout::BackwardParams& p) noexcept {
     const BufferShape& shape = problem.call.shape;
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
     const layout::Staging staging =
@@ -170,32 +181,33 @@ void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& lo
     p.out = static_cast<std::byte*>(problem.dx);
     p.x_flags = symmetric[layout::kXFlags];
     p.sent_flags = symmetric[layout::kSentFlags];
-    p.home = symmetric[layout::kHome];
-    p.home_dtopk = symmetric[layout::kHomeDtopk];
+    p.owner_sums = symmetric[layout::kHome];
+    p.owner_dtopk = symmetric[layout::kHomeDtopk];
     p.pool_rows = local.pool_rows;
     p.dtopk_parts = reinterpret_cast<float*>(workspace + parts[layout::kDtopkPool]);
     p.dtopk = static_cast<float*>(problem.dtopk);
 }
 
-void place_counters(const layout::WorkspaceShape& local, std::byte* workspace, const Parts& parts,
-                    device::BackwardParams& p) noexcept {
+void place_counters(const layout::WorkspaceShape& local, const layout::KernelFacts& kernel,
+                    std::byte* workspace, const Parts& parts, layout::BackwardParams& p) noexcept {
     const std::int64_t blocks = layout::num_row_blocks(local.max_slots());
     p.counters = reinterpret_cast<std::uint32_t*>(workspace + parts[layout::kCounters]);
     p.num_counters = local.counters();
     p.sent = layout::counter_of_sent();
     p.arrived = layout::counter_of_arrived(local.chunks());
-    p.zd_done = p.arrived + blocks;
-    p.dx_done = p.zd_done + blocks;
+    p.dz_done = p.arrived + blocks;
+    p.dx_done = p.dz_done + blocks;
     p.gradients_done = layout::counter_of_gradients_done(local.max_slots(), local.chunks());
     p.turns = layout::counter_of_turns(local.max_slots(), local.chunks());
     p.transposed = local.counter_of_transposed();
-    p.summed_done = p.needs_dx ? p.dx_done : p.zd_done;
+    p.summed_done = p.needs_dx ? p.dx_done : p.dz_done;
     p.summed_wanted = static_cast<std::uint32_t>(
-        (p.needs_dx ? local.hidden / layout::kTileColumns : local.intermediate / 128) * 4);
+        (p.needs_dx ? local.hidden / kernel.block_n : local.intermediate / (kernel.block_n / 2)) *
+        layout::kStoringWarps);
 }
 
 void place_gradients(const BackwardProblem& problem, const layout::WorkspaceShape& local,
-                     std::byte* workspace, const Parts& parts, device::BackwardParams& p) noexcept {
+                     std::byte* workspace, const Parts& parts, layout::BackwardParams& p) noexcept {
     const auto hidden = static_cast<std::int32_t>(local.hidden);
     const auto intermediate = static_cast<std::int32_t>(local.intermediate);
     auto* partials = reinterpret_cast<float*>(workspace + parts[layout::kPartials]);
@@ -222,21 +234,21 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     LayerLaunch launch{};
     if (mode.wgrad == Precision::kFp8 && problem.probes.trace != nullptr)
         return error_status("weights' gradients in fp8 have no kernel that traces");
-    const Op op = mode.wgrad == Precision::kFp8 ? Op::kBackwardGradients
-                  : problem.probes.trace != nullptr ? Op::kBackwardTrace
-                  : problem.saved.rows > 0 ? Op::kBackwardSaving
-                                                 : Op::kBackward;
     const bool quantized = mode.backward == Precision::kFp8;
-    Status status = prepare_layer(op, mode.backward, call, launch);
+    VariantKey key{Op::kBackward, mode.backward};
+    key.wgrad = mode.wgrad;
+    key.saved = problem.saved.rows > 0 ? Saved::kGateUp : Saved::kNothing;
+    key.trace = problem.probes.trace != nullptr;
+    Status status = prepare_layer(key, call, launch);
     if (!status.ok) return status;
     const layout::WorkspaceShape local = workspace_shape(call.shape);
     const Parts parts = layout::make_workspace(local);
     auto* workspace = static_cast<std::byte*>(call.workspace);
-    device::BackwardParams p{};
+    layout::BackwardParams p{};
     status = make_maps(problem, local, workspace, parts, p);
     if (!status.ok) return status;
-    status = quantized ? map_quantized_operands(problem, local, workspace, parts, p)
-                       : map_operands(problem, local, workspace, parts, p);
+    status = quantized ? map_quantized_operands(problem, local, launch.kernel, workspace, parts, p)
+                       : map_operands(problem, local, launch.kernel, workspace, parts, p);
     if (!status.ok) return status;
     p.route = make_route_params(call);
     p.route.call = layout::backward_call(problem.needs_dx, problem.needs_dtopk);
@@ -244,7 +256,7 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     p.returns_rows = problem.needs_dx;
     p.needs_dtopk = problem.needs_dtopk;
     place_rows(problem, local, workspace, parts, p);
-    place_counters(local, workspace, parts, p);
+    place_counters(local, launch.kernel, workspace, parts, p);
     place_gradients(problem, local, workspace, parts, p);
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);

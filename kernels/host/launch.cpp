@@ -10,29 +10,28 @@
 
 namespace mega_moe {
 
-Status prepare_launch(Op op, Precision precision, int device, DeviceFacts& facts,
+Status prepare_launch(const VariantKey& key, int device, DeviceFacts& facts,
                       const Variant*& variant) noexcept {
     // This library has a CUDA runtime of its own, whose current device need not be the one torch set in its
     // copy.
     Status status = cuda_status(cudaSetDevice(device), "cudaSetDevice");
     if (status.ok) status = read_device_facts(device, facts);
     if (!status.ok) return status;
-    return select_variant(kVariants, std::size(kVariants), op, precision, facts.compute_capability, variant);
+    return select_variant(kVariants, std::size(kVariants), key, facts.compute_capability, variant);
 }
 
 namespace {
 
-Status launch(const Variant& variant, unsigned blocks, unsigned cluster, int shared_bytes, bool cooperative,
-              void* parameter, void* stream) noexcept {
-    const void* kernel = variant.kernel();
+Status launch(const Variant& variant, const layout::KernelFacts& kernel, unsigned blocks, int shared_bytes,
+              bool cooperative, void* parameter, void* stream) noexcept {
     if (shared_bytes > 48 * 1024) {
         const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+            cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
         if (error != cudaSuccess) return cuda_status(error, variant.name);
     }
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks);
-    config.blockDim = dim3(static_cast<unsigned>(variant.threads));
+    config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
     config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(stream);
     cudaLaunchAttribute attributes[2] = {};
@@ -42,30 +41,25 @@ Status launch(const Variant& variant, unsigned blocks, unsigned cluster, int sha
         a.id = cudaLaunchAttributeCooperative;
         a.val.cooperative = 1;
     }
-    if (cluster > 1) {
+    if (kernel.cluster_size > 1) {
         cudaLaunchAttribute& a = attributes[config.numAttrs++];
         a.id = cudaLaunchAttributeClusterDimension;
-        a.val.clusterDim = {cluster, 1, 1};
+        a.val.clusterDim = {static_cast<unsigned>(kernel.cluster_size), 1, 1};
     }
     void* parameters[] = {parameter};
-    return cuda_status(cudaLaunchKernelExC(&config, kernel, parameters), variant.name);
+    return cuda_status(cudaLaunchKernelExC(&config, kernel.kernel, parameters), variant.name);
 }
 
 }  // namespace
 
-Status launch_variant(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
-                      void* stream) noexcept {
-    return launch(variant, blocks, 1, shared_bytes, false, parameter, stream);
+Status launch_variant(const Variant& variant, const layout::KernelFacts& kernel, unsigned blocks,
+                      int shared_bytes, void* parameter, void* stream) noexcept {
+    return launch(variant, kernel, blocks, shared_bytes, false, parameter, stream);
 }
 
-Status launch_cooperative(const Variant& variant, unsigned blocks, int shared_bytes, void* parameter,
-                          void* stream) noexcept {
-    return launch(variant, blocks, 1, shared_bytes, true, parameter, stream);
-}
-
-Status launch_clusters(const Variant& variant, unsigned blocks, unsigned cluster, int shared_bytes,
-                       void* parameter, void* stream) noexcept {
-    return launch(variant, blocks, cluster, shared_bytes, true, parameter, stream);
+Status launch_cooperative(const Variant& variant, const layout::KernelFacts& kernel, unsigned blocks,
+                          int shared_bytes, void* parameter, void* stream) noexcept {
+    return launch(variant, kernel, blocks, shared_bytes, true, parameter, stream);
 }
 
 }  // namespace mega_moe

@@ -1,7 +1,7 @@
 #pragma once
-#include "device/role/route_params.h"
 #include "host/device_facts.h"
 #include "host/variant.h"
+#include "layout/route_params.h"
 #include "layout/trace.h"
 #include "layout/workspace.h"
 #include "mega_moe/layer.h"
@@ -12,12 +12,13 @@ namespace mega_moe {
 // What a launch of a layer's kernel, forward or backward, goes by.
 struct LayerLaunch {
     const Variant* variant;
+    layout::KernelFacts kernel;
     DeviceFacts facts;
     unsigned ctas;
 };
 
-// Selects the kernel and the number of its CTAs, in clusters of two.
-Status prepare_layer(Op op, Precision precision, const RankCall& call, LayerLaunch& launch) noexcept;
+// Selects the kernel and the number of its CTAs, in whole clusters.
+Status prepare_layer(const VariantKey& key, const RankCall& call, LayerLaunch& launch) noexcept;
 
 layout::TraceBuffer trace_buffer(const Probes& probes, unsigned ctas) noexcept;
 
@@ -28,7 +29,7 @@ std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const Laye
 
 // Launches it with one parameter, whose routing part is `params`, unless its shared memory cannot hold the
 // routing.
-Status launch_layer(const LayerLaunch& launch, const RankCall& call, const device::RouteParams& params,
+Status launch_layer(const LayerLaunch& launch, const RankCall& call, const layout::RouteParams& params,
                     void* parameter) noexcept;
 
 }  // namespace mega_moe

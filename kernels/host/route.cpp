@@ -35,13 +35,8 @@ layout::SymmetricShape symmetric_shape(const BufferShape& s) noexcept {
 }
 
 layout::WorkspaceShape workspace_shape(const BufferShape& s) noexcept {
-    return {s.max_tokens, s.top_k, s.num_local(), s.num_ranks, s.pool_rows, s.hidden, s.intermediate, s.mode, s.canaries};
-}
-
-// TEMPORARY until variants carry them.
-Multiples layer_multiples(const Mode& mode, Direction direction) noexcept {
-    const bool fp8_forward = direction == Direction::kForward && mode.forward == Precision::kFp8;
-    return {fp8_forward ? 512 : 256, 128};
+    return {s.max_tokens, s.top_k,        s.num_local(), s.num_ranks, s.pool_rows,
+            s.hidden,     s.intermediate, s.mode,        s.canaries};
 }
 
 LayoutTable symmetric_layout(const BufferShape& shape) noexcept {
@@ -64,7 +59,7 @@ std::int64_t summary_length(const BufferShape& shape) noexcept {
     return layout::summary_length(shape.num_local(), shape.num_ranks);
 }
 
-device::RouteParams make_route_params(const RankCall& call) noexcept {
+layout::RouteParams make_route_params(const RankCall& call) noexcept {
     const BufferShape& shape = call.shape;
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
     const layout::WorkspaceShape local = workspace_shape(shape);
@@ -72,7 +67,7 @@ device::RouteParams make_route_params(const RankCall& call) noexcept {
     auto* base = static_cast<std::byte*>(call.workspace);
     const auto at = [&](layout::WorkspacePart part) { return base + workspace[part]; };
 
-    device::RouteParams p{};
+    layout::RouteParams p{};
     for (std::int64_t rank = 0; rank < shape.num_ranks; ++rank)
         p.endpoint.peers[rank] =
             reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(call.buffers[rank]));
@@ -125,16 +120,17 @@ device::RouteParams make_route_params(const RankCall& call) noexcept {
 Status launch_route(const RankCall& call) noexcept {
     DeviceFacts facts{};
     const Variant* variant = nullptr;
-    const Status status = prepare_launch(Op::kRoute, Precision::kNone, call.device, facts, variant);
+    const Status status = prepare_launch({Op::kRoute}, call.device, facts, variant);
     if (!status.ok) return status;
     if (call.num_sms > facts.num_sms) {
         return error_status("num_sms is %lld, must be at most the device's %d",
                             static_cast<long long>(call.num_sms), facts.num_sms);
     }
-    device::RouteParams params = make_route_params(call);
+    const layout::KernelFacts kernel = variant->facts();
+    layout::RouteParams params = make_route_params(call);
     const std::int64_t sms = call.num_sms == 0 ? facts.num_sms : call.num_sms;
     const std::int64_t shared =
-        layout::make_route_shared(variant->threads, params.endpoint.num_ranks, params.num_local,
+        layout::make_route_shared(kernel.threads, params.endpoint.num_ranks, params.num_local,
                                   params.max_blocks, params.one_chunk)
             .total;
     if (shared > facts.max_shared_bytes) {
@@ -144,7 +140,7 @@ Status launch_route(const RankCall& call) noexcept {
             static_cast<long long>(shared), facts.max_shared_bytes);
     }
     const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(sms, layout::kMaxCtas));
-    return launch_cooperative(*variant, blocks, static_cast<int>(shared), &params, call.stream);
+    return launch_cooperative(*variant, kernel, blocks, static_cast<int>(shared), &params, call.stream);
 }
 
 }  // namespace mega_moe

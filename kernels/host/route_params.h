@@ -1,5 +1,5 @@
 #pragma once
-#include "device/role/route_params.h"
+#include "layout/route_params.h"
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 #include "mega_moe/layer.h"
@@ -11,6 +11,6 @@ layout::SymmetricShape symmetric_shape(const BufferShape& shape) noexcept;
 layout::WorkspaceShape workspace_shape(const BufferShape& shape) noexcept;
 
 // The kernel's parameters: every offset of the layouts turned into a pointer, here and nowhere else.
-device::RouteParams make_route_params(const RankCall& call) noexcept;
+layout::RouteParams make_route_params(const RankCall& call) noexcept;
 
 }  // namespace mega_moe

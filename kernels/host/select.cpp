@@ -17,18 +17,8 @@ const char* op_name(Op op) noexcept {
             return "route";
         case Op::kForward:
             return "forward";
-        case Op::kForwardSaving:
-            return "forward_saving";
-        case Op::kForwardTrace:
-            return "forward_trace";
         case Op::kBackward:
             return "backward";
-        case Op::kBackwardSaving:
-            return "backward_saving";
-        case Op::kBackwardTrace:
-            return "backward_trace";
-        case Op::kBackwardGradients:
-            return "backward_gradients";
         case Op::kClockProbe:
             return "clock_probe";
     }
@@ -47,16 +37,24 @@ const char* precision_name(Precision precision) noexcept {
     return "?";
 }
 
+// A tracing kernel that can save gate and up serves calls that do not: it is a tool, not timed, and one
+// instance fewer to compile.
+bool serves(const VariantKey& kernel, const VariantKey& key) noexcept {
+    const bool saves = kernel.saved == key.saved || (kernel.trace && kernel.saved == Saved::kGateUp);
+    return kernel.op == key.op && kernel.precision == key.precision && kernel.wgrad == key.wgrad &&
+           kernel.trace == key.trace && saves;
+}
+
 }  // namespace
 
-Status select_variant(const Variant* table, std::size_t size, Op op, Precision precision,
-                      int compute_capability, const Variant*& found) noexcept {
+Status select_variant(const Variant* table, std::size_t size, const VariantKey& key, int compute_capability,
+                      const Variant*& found) noexcept {
     found = nullptr;
     char architectures[96] = "none";
     std::size_t length = 0;
     for (std::size_t i = 0; i < size; ++i) {
         const Variant& variant = table[i];
-        if (variant.op != op || variant.precision != precision) continue;
+        if (!serves(variant.key, key)) continue;
         if (variant.compute_capability == compute_capability) {
             found = &variant;
             return ok_status();
@@ -67,9 +65,11 @@ Status select_variant(const Variant* table, std::size_t size, Op op, Precision p
             length += static_cast<std::size_t>(written);
         }
     }
-    return error_status("%s (%s): the device has compute capability %d.%d, this build holds kernels for: %s",
-                        op_name(op), precision_name(precision), compute_capability / 10,
-                        compute_capability % 10, architectures);
+    return error_status(
+        "%s (%s%s%s%s): the device has compute capability %d.%d, this build holds kernels for: %s",
+        op_name(key.op), precision_name(key.precision), key.wgrad == Precision::kFp8 ? ", dW in fp8" : "",
+        key.saved == Saved::kGateUp ? ", saved gate and up" : "", key.trace ? ", trace" : "",
+        compute_capability / 10, compute_capability % 10, architectures);
 }
 
 }  // namespace mega_moe

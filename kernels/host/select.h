@@ -6,10 +6,9 @@
 
 namespace mega_moe {
 
-// The kernel of `table` for an op and precision on a device. Where there is none, `found` is null and the
-// status names the device's compute capability and the architectures that the table holds for this op and
-// precision.
-Status select_variant(const Variant* table, std::size_t size, Op op, Precision precision,
-                      int compute_capability, const Variant*& found) noexcept;
+// The kernel of `table` for a key on a device. Where there is none, `found` is null and the status names the
+// device's compute capability and the architectures that the table holds for the key.
+Status select_variant(const Variant* table, std::size_t size, const VariantKey& key, int compute_capability,
+                      const Variant*& found) noexcept;
 
 }  // namespace mega_moe

@@ -2,9 +2,9 @@
 
 #include <cstddef>
 
-#include "device/role/stage_params.h"
 #include "host/launch.h"
 #include "host/make_status.h"
+#include "layout/stage_params.h"
 #include "layout/staging.h"
 
 namespace mega_moe {
@@ -26,15 +26,16 @@ Status launch_stage(const StageProblem& problem) noexcept {
     DeviceFacts facts{};
     const Variant* variant = nullptr;
     const Precision precision = problem.quantize ? Precision::kFp8 : Precision::kBf16;
-    const Status status = prepare_launch(Op::kStage, precision, problem.device, facts, variant);
+    const Status status = prepare_launch({Op::kStage, precision}, problem.device, facts, variant);
     // A grid of no blocks is an error of the runtime; there is nothing to copy.
     if (!status.ok || problem.num_tokens == 0) return status;
 
+    const layout::KernelFacts kernel = variant->facts();
     const layout::Staging s =
         layout::make_staging(problem.max_tokens, problem.top_k, problem.hidden, problem.quantize);
     std::byte* buffer = static_cast<std::byte*>(problem.buffer);
     const std::int64_t num_slots = problem.num_tokens * problem.top_k;
-    device::StageParams params{};
+    layout::StageParams params{};
     params.x = problem.x;
     params.staged_x = buffer + s.x;
     params.staged_sf = reinterpret_cast<float*>(buffer + s.x_sf);
@@ -47,15 +48,15 @@ Status launch_stage(const StageProblem& problem) noexcept {
     params.num_groups =
         problem.quantize ? static_cast<std::uint32_t>(params.num_vectors * 8 / layout::kQuantGroup) : 0;
     params.num_slots = static_cast<std::uint32_t>(num_slots);
-    params.num_slot_blocks = blocks_for(num_slots, std::int64_t{variant->threads} * device::kSlotsPerThread);
+    params.num_slot_blocks = blocks_for(num_slots, std::int64_t{kernel.threads} * layout::kSlotsPerThread);
     params.top_k = static_cast<std::uint32_t>(problem.top_k);
     params.num_experts = static_cast<std::int32_t>(problem.num_experts);
-    params.rounding = device::scale_rounding(problem.power_of_two);
+    params.rounding = layout::scale_rounding(problem.power_of_two);
     params.idx_is_64_bit = problem.idx_is_64_bit;
     params.weights_are_bf16 = problem.weights_are_bf16;
     const unsigned x_blocks =
-        blocks_for(params.num_vectors, std::int64_t{variant->threads} * variant->vectors_per_thread);
-    return launch_variant(*variant, params.num_slot_blocks + x_blocks, 0, &params, problem.stream);
+        blocks_for(params.num_vectors, std::int64_t{kernel.threads} * variant->vectors_per_thread);
+    return launch_variant(*variant, kernel, params.num_slot_blocks + x_blocks, 0, &params, problem.stream);
 }
 
 }  // namespace mega_moe

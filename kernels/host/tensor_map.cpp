@@ -8,8 +8,8 @@
 namespace mega_moe {
 namespace {
 
-static_assert(sizeof(device::TensorMap) == sizeof(CUtensorMap), "the driver's size");
-static_assert(alignof(device::TensorMap) >= alignof(CUtensorMap), "the driver's alignment");
+static_assert(sizeof(layout::TensorMap) == sizeof(CUtensorMap), "the driver's size");
+static_assert(alignof(layout::TensorMap) >= alignof(CUtensorMap), "the driver's alignment");
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
@@ -45,7 +45,7 @@ template <std::size_t Rank>
 Status encode_map(const Element& element, const char* what, const void* data, std::int64_t rows,
                   std::int64_t columns, const cuuint64_t (&extents)[Rank],
                   const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank],
-                  device::TensorMap& map) noexcept {
+                  layout::TensorMap& map) noexcept {
     // Once, whichever thread comes first; a driver that lacks it will lack it in this process.
     static const Encoder encoder = find_encoder();
     if (encoder.encode == nullptr) return encoder.status;
@@ -64,7 +64,7 @@ Status encode_map(const Element& element, const char* what, const void* data, st
 
 Status map_plane(const Element& element, const char* what, const void* data, std::int64_t rows,
                  std::int64_t columns, std::uint32_t box_rows, std::uint32_t box_columns,
-                 device::TensorMap& map) noexcept {
+                 layout::TensorMap& map) noexcept {
     const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * element.bytes};
     const cuuint32_t box[2] = {box_columns, box_rows};
@@ -74,22 +74,22 @@ Status map_plane(const Element& element, const char* what, const void* data, std
 }  // namespace
 
 Status map_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
-                std::uint32_t box_rows, device::TensorMap& map) noexcept {
+                std::uint32_t box_rows, layout::TensorMap& map) noexcept {
     return map_plane(kBf16, what, data, rows, columns, box_rows, 128 / kBf16.bytes, map);
 }
 
 Status map_e4m3_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
-                     std::uint32_t box_rows, device::TensorMap& map) noexcept {
+                     std::uint32_t box_rows, layout::TensorMap& map) noexcept {
     return map_plane(kE4m3, what, data, rows, columns, box_rows, 128 / kE4m3.bytes, map);
 }
 
 Status map_scales(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
-                  std::uint32_t box_rows, std::uint32_t box_columns, device::TensorMap& map) noexcept {
+                  std::uint32_t box_rows, std::uint32_t box_columns, layout::TensorMap& map) noexcept {
     return map_plane(kScale, what, data, rows, columns, box_rows, box_columns, map);
 }
 
 Status map_blocks(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
-                  std::uint32_t box_blocks, device::TensorMap& map) noexcept {
+                  std::uint32_t box_blocks, layout::TensorMap& map) noexcept {
     const cuuint64_t extents[3] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(columns) / 64};
     const cuuint64_t strides[2] = {static_cast<cuuint64_t>(columns) * 2, 128};
     const cuuint32_t box[3] = {64, 64, box_blocks};

@@ -19,16 +19,18 @@ inline constexpr int kTransposedBytes = kTransposedEdge * kTransposedEdge;
 
 // A thread holds rows r and r + 8 of its warp's 16 and writes them side by side. As the order is the same in
 // every operand, the sums do not show it.
-MEGA_MOE_LAW int place_in_slab(int row) {
+MEGA_MOE_HD_CONSTEXPR int place_in_slab(int row) {
     return row % 8 * 2 + row / 8;
 }
 
 // The block that holds (row, column) of a pool with so many columns, in bytes.
-MEGA_MOE_LAW std::int64_t transposed_block(std::int64_t row, std::int64_t column, std::int64_t columns) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t transposed_block(std::int64_t row, std::int64_t column,
+                                                    std::int64_t columns) {
     return (row / kTransposedEdge * (columns / kTransposedEdge) + column / kTransposedEdge) *
            kTransposedBytes;
 }
-MEGA_MOE_LAW std::int64_t transposed_at(std::int64_t row, std::int64_t column, std::int64_t columns) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t transposed_at(std::int64_t row, std::int64_t column,
+                                                 std::int64_t columns) {
     return transposed_block(row, column, columns) + row % kTransposedEdge / kSlabRows * kSlabBytes +
            column % kTransposedEdge * kSlabRows + place_in_slab(static_cast<int>(row % kSlabRows));
 }
@@ -39,18 +41,18 @@ struct GradientScales {
     int hidden;
     int intermediate;
 
-    MEGA_MOE_LAW int dz() const { return 0; }
-    MEGA_MOE_LAW int dy() const { return 2 * intermediate; }
-    MEGA_MOE_LAW int x() const { return dy() + hidden; }
-    MEGA_MOE_LAW int h() const { return x() + pairs(hidden) * kPairScales; }
-    MEGA_MOE_LAW int length() const { return h() + pairs(intermediate) * kPairScales; }
+    MEGA_MOE_HD_CONSTEXPR int dz() const { return 0; }
+    MEGA_MOE_HD_CONSTEXPR int dy() const { return 2 * intermediate; }
+    MEGA_MOE_HD_CONSTEXPR int x() const { return dy() + hidden; }
+    MEGA_MOE_HD_CONSTEXPR int h() const { return x() + pairs(hidden) * kPairScales; }
+    MEGA_MOE_HD_CONSTEXPR int length() const { return h() + pairs(intermediate) * kPairScales; }
     // Of a block of 128 columns, from x() or h() on.
-    static MEGA_MOE_LAW int of_block(int block) { return block / 2 * kPairScales + block % 2; }
+    static MEGA_MOE_HD_CONSTEXPR int of_block(int block) { return block / 2 * kPairScales + block % 2; }
 
     static constexpr int kPairScales = 4;  // two of them unused
 
   private:
-    static MEGA_MOE_LAW int pairs(int columns) { return (columns / kTransposedEdge + 1) / 2; }
+    static MEGA_MOE_HD_CONSTEXPR int pairs(int columns) { return (columns / kTransposedEdge + 1) / 2; }
 };
 
 // --- tiles that transpose x and dy
@@ -61,12 +63,18 @@ struct TransposeTiles {
     bool x;   // is wanted: an operand of the gradient of w_gate_up
     bool dy;  // of w_down
 
-    MEGA_MOE_LAW int blocks() const { return hidden % (4 * kTransposedEdge) == 0 ? 4 : 2; }  // of one tile
-    MEGA_MOE_LAW int parts() const { return hidden / kTransposedEdge / blocks(); }
+    MEGA_MOE_HD_CONSTEXPR int blocks() const {
+        return hidden % (4 * kTransposedEdge) == 0 ? 4 : 2;
+    }  // of one tile
+    MEGA_MOE_HD_CONSTEXPR int parts() const { return hidden / kTransposedEdge / blocks(); }
     // Of 128 rows, as layout::cta_tile counts columns.
-    MEGA_MOE_LAW int columns() const { return (static_cast<int>(x) + static_cast<int>(dy)) * parts(); }
-    MEGA_MOE_LAW bool is_dy(int column) const { return !x || column >= parts(); }
-    MEGA_MOE_LAW int first_column(int column) const { return column % parts() * blocks() * kTransposedEdge; }
+    MEGA_MOE_HD_CONSTEXPR int columns() const {
+        return (static_cast<int>(x) + static_cast<int>(dy)) * parts();
+    }
+    MEGA_MOE_HD_CONSTEXPR bool is_dy(int column) const { return !x || column >= parts(); }
+    MEGA_MOE_HD_CONSTEXPR int first_column(int column) const {
+        return column % parts() * blocks() * kTransposedEdge;
+    }
 };
 
 // --- counter of the transposed rows, behind those of the backward

@@ -16,7 +16,7 @@ inline constexpr int kGradientColumns = 256;
 // Warps that count a cluster tile when they have stored it.
 inline constexpr int kGradientWarps = 16;
 
-MEGA_MOE_LAW int num_parts(int rows) {
+MEGA_MOE_HD_CONSTEXPR int num_parts(int rows) {
     return (rows + kPartRows - 1) / kPartRows;
 }
 
@@ -28,15 +28,15 @@ struct GradientTiles {
     bool gate_up;
     bool down;
 
-    MEGA_MOE_LAW int gate_up_pairs() const { return 2 * intermediate / kGradientRows; }
-    MEGA_MOE_LAW int down_pairs() const { return hidden / kGradientRows; }
-    MEGA_MOE_LAW int gate_up_tiles() const {
+    MEGA_MOE_HD_CONSTEXPR int gate_up_pairs() const { return 2 * intermediate / kGradientRows; }
+    MEGA_MOE_HD_CONSTEXPR int down_pairs() const { return hidden / kGradientRows; }
+    MEGA_MOE_HD_CONSTEXPR int gate_up_tiles() const {
         return gate_up ? gate_up_pairs() * (hidden / kGradientColumns) : 0;
     }
-    MEGA_MOE_LAW int down_tiles() const {
+    MEGA_MOE_HD_CONSTEXPR int down_tiles() const {
         return down ? down_pairs() * ((intermediate + kGradientColumns - 1) / kGradientColumns) : 0;
     }
-    MEGA_MOE_LAW int tiles() const { return gate_up_tiles() + down_tiles(); }
+    MEGA_MOE_HD_CONSTEXPR int tiles() const { return gate_up_tiles() + down_tiles(); }
 };
 
 // What a CTA does of a cluster tile.
@@ -47,7 +47,7 @@ struct GradientTile {
 };
 
 // Neighbours differ in their rows, so that clusters that start together read the same columns.
-MEGA_MOE_LAW GradientTile gradient_tile(const GradientTiles& g, int index, int cta) {
+MEGA_MOE_HD_CONSTEXPR GradientTile gradient_tile(const GradientTiles& g, int index, int cta) {
     const bool down = index >= g.gate_up_tiles();
     const int within = down ? index - g.gate_up_tiles() : index;
     const int pairs = down ? g.down_pairs() : g.gate_up_pairs();
@@ -76,12 +76,12 @@ struct GradientRun {
 class GradientWalk {
   public:
     // `zeros`: experts without rows get tiles, which write zeros.
-    MEGA_MOE_LAW GradientWalk(int chunks, int num_local, int tiles, bool zeros)
+    MEGA_MOE_HD_CONSTEXPR GradientWalk(int chunks, int num_local, int tiles, bool zeros)
         : chunks_(chunks), num_local_(num_local), tiles_(tiles), zeros_(zeros) {}
 
     // The runs in the order of their tickets.
     template <class Rows>
-    MEGA_MOE_LAW GradientRun next(Rows& rows) {
+    MEGA_MOE_HD_CONSTEXPR GradientRun next(Rows& rows) {
         const int units = tiles_ > 0 ? chunks_ * num_local_ : 0;
         while (unit_ < units) {
             if (part_ == 0) begin(rows);
@@ -108,7 +108,7 @@ class GradientWalk {
 
   private:
     template <class Rows>
-    MEGA_MOE_LAW void begin(Rows& rows) {
+    MEGA_MOE_HD_CONSTEXPR void begin(Rows& rows) {
         const int chunk = unit_ / num_local_;
         const int expert = unit_ - chunk * num_local_;
         rows_ = rows(unit_);
@@ -123,7 +123,7 @@ class GradientWalk {
         if (zeros_ && chunk == 0 && parts_ == 0 && after_ == 0) parts_ = 1;
         partial_ = chunks_ > 1 ? expert : several_;
     }
-    MEGA_MOE_LAW void finish() {
+    MEGA_MOE_HD_CONSTEXPR void finish() {
         if (parts_ > 1) ++several_;
         part_ = 0;
         ++unit_;
@@ -145,14 +145,15 @@ class GradientWalk {
 };
 
 // Experts whose sums may have to be kept between parts.
-MEGA_MOE_LAW std::int64_t max_partials(std::int64_t max_rows, std::int64_t chunks, std::int64_t num_local) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t max_partials(std::int64_t max_rows, std::int64_t chunks,
+                                                std::int64_t num_local) {
     if (chunks > 1) return num_local;
     const std::int64_t longest = max_rows / (kPartRows + 1);
     return longest < num_local ? longest : num_local;
 }
 
 // Cluster tiles of one expert, wanted or not.
-MEGA_MOE_LAW std::int64_t all_gradient_tiles(std::int64_t hidden, std::int64_t intermediate) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t all_gradient_tiles(std::int64_t hidden, std::int64_t intermediate) {
     return hidden / kGradientColumns *
            (2 * intermediate / kGradientRows + (intermediate + kGradientColumns - 1) / kGradientColumns);
 }
@@ -165,15 +166,17 @@ MEGA_MOE_LAW std::int64_t all_gradient_tiles(std::int64_t hidden, std::int64_t i
 //   turns           [num_local][all_gradient_tiles]: warps that stored a part of the tile; without several
 //   parts
 //                   none
-MEGA_MOE_LAW std::int64_t counter_of_gradients_done(std::int64_t max_slots, std::int64_t max_chunks) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t counter_of_gradients_done(std::int64_t max_slots,
+                                                             std::int64_t max_chunks) {
     return (num_counters(max_slots, max_chunks) + kCounterLine - 1) / kCounterLine * kCounterLine;
 }
-MEGA_MOE_LAW std::int64_t counter_of_turns(std::int64_t max_slots, std::int64_t max_chunks) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t counter_of_turns(std::int64_t max_slots, std::int64_t max_chunks) {
     return counter_of_gradients_done(max_slots, max_chunks) +
            (max_chunks + kCounterLine - 1) / kCounterLine * kCounterLine;
 }
-MEGA_MOE_LAW std::int64_t num_backward_counters(std::int64_t max_slots, std::int64_t max_chunks,
-                                                std::int64_t num_local, std::int64_t tiles, bool turns) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t num_backward_counters(std::int64_t max_slots, std::int64_t max_chunks,
+                                                         std::int64_t num_local, std::int64_t tiles,
+                                                         bool turns) {
     return counter_of_turns(max_slots, max_chunks) + (turns ? num_local * tiles : 0);
 }
 

@@ -1,8 +1,9 @@
 #pragma once
 
-// Layout laws are evaluated on the host, at compile time and in kernels.
+// Functions of the layouts are evaluated on the host, at compile time and in kernels.
 #if defined(__CUDACC__)
-#define MEGA_MOE_LAW __host__ __device__ constexpr
+#define MEGA_MOE_HD_CONSTEXPR __host__ __device__ constexpr
 #else
-#define MEGA_MOE_LAW constexpr
+#define MEGA_MOE_HD_CONSTEXPR constexpr
 #endif
+#define MEGA_MOE_LAW MEGA_MOE_HD_CONSTEXPR

@@ -27,27 +27,27 @@ inline constexpr int kCounterLine = 32;
 enum CounterTicket {
     kTileTicket,       // next tile after each cluster's first
     kPushTicket,       // next entry of push_list
-    kHomeTicket,       // next own token to sum
+    kOwnerTicket,      // next own token to sum
     kGradientTicket,   // next tile of a weight's gradient
     kTransposeTicket,  // next tile that transposes x or dy
     kCounterTickets
 };
 
-MEGA_MOE_LAW std::int64_t num_row_blocks(std::int64_t max_slots) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t num_row_blocks(std::int64_t max_slots) {
     return (max_slots + kRowBlock - 1) / kRowBlock;
 }
-MEGA_MOE_LAW std::int64_t counter_of_sent() {
+MEGA_MOE_HD_CONSTEXPR std::int64_t counter_of_sent() {
     return kCounterTickets * kCounterLine;
 }
-MEGA_MOE_LAW std::int64_t counter_of_arrived(std::int64_t max_chunks) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t counter_of_arrived(std::int64_t max_chunks) {
     return counter_of_sent() + (max_chunks + kCounterLine - 1) / kCounterLine * kCounterLine;
 }
-MEGA_MOE_LAW std::int64_t num_counters(std::int64_t max_slots, std::int64_t max_chunks) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t num_counters(std::int64_t max_slots, std::int64_t max_chunks) {
     return counter_of_arrived(max_chunks) + 3 * num_row_blocks(max_slots);
 }
 
 // First row of a chunk in the pools: chunks take turns.
-MEGA_MOE_LAW std::int64_t chunk_first_row(std::int64_t chunk, std::int64_t pool_rows) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t chunk_first_row(std::int64_t chunk, std::int64_t pool_rows) {
     return chunk % 2 * pool_rows;
 }
 

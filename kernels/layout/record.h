@@ -26,7 +26,7 @@ enum class Role : std::uint64_t {
     kPullSource = 5,   // index: rank * max_blocks + block whose x is awaited
     kTileInput = 6,    // index: block of rows that a tile reads
     kPushInput = 7,    // index: entry of push_list whose outputs are awaited
-    kHomeSum = 8,      // index: own token whose sums of other ranks are awaited
+    kOwnerSum = 8,     // index: own token whose sums of other ranks are awaited
     kChunkFree = 9,    // index: chunk whose part of the pools is awaited
     kLastSums = 10,    // index: rank * max_blocks + block whose sums are awaited before the launch ends
 };
@@ -41,7 +41,8 @@ enum class Kind : std::uint64_t {
 };
 
 // Not zero. What the rank that gave up was waiting for.
-MEGA_MOE_LAW std::uint64_t encode_abort(std::uint64_t rank, Role role, Kind kind, std::uint64_t index) {
+MEGA_MOE_HD_CONSTEXPR std::uint64_t encode_abort(std::uint64_t rank, Role role, Kind kind,
+                                                 std::uint64_t index) {
     return (rank + 1) | static_cast<std::uint64_t>(kind) << 8 | static_cast<std::uint64_t>(role) << 16 |
            index << 32;
 }

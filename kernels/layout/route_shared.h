@@ -34,12 +34,12 @@ struct RouteShared {
 };
 
 // Warps of a CTA that take tokens. Fewer for few ranks, which have more experts each and thus longer rows.
-MEGA_MOE_LAW int route_warps(int threads, int num_ranks) {
+MEGA_MOE_HD_CONSTEXPR int route_warps(int threads, int num_ranks) {
     return (max_tile_tokens(threads, num_ranks) * num_ranks + 31) / 32;
 }
 
-MEGA_MOE_LAW RouteShared make_route_shared(int threads, int num_ranks, int num_local, std::int64_t max_blocks,
-                                           bool one_chunk) {
+MEGA_MOE_HD_CONSTEXPR RouteShared make_route_shared(int threads, int num_ranks, int num_local,
+                                                    std::int64_t max_blocks, bool one_chunk) {
     const std::int64_t warps = route_warps(threads, num_ranks);
     RouteShared s{};
     s.state = 0;

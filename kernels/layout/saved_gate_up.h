@@ -8,18 +8,21 @@
 // lines. By kRowBlock slots, then 128 features: [warp of the warpgroup][vector][lane][8 bf16].
 namespace mega_moe::layout {
 
-inline constexpr int kSavedVectors = 16;           // of a lane, 16 bytes each: 64 elements of gate, 64 of up
+inline constexpr int kSavedColumns =
+    128;  // of gate, and as many of up, which a math warp holds of its 16 rows
+// Of a lane, 16 bytes each: a half of gate, a half of up.
+inline constexpr int kSavedVectors = 16 * 2 * kSavedColumns / 32 / 8;
 inline constexpr int kSavedVectorBytes = 32 * 16;  // of all lanes
 
 // Bytes before what a lane of one of a warpgroup's warps holds, whose vectors lie kSavedVectorBytes apart.
 // `slot` is that of the warpgroup's first row, `column` the tile's of `columns` blocks of 128 features.
-MEGA_MOE_LAW std::int64_t saved_offset(int slot, int column, int columns, int warp, int lane) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t saved_offset(int slot, int column, int columns, int warp, int lane) {
     const std::int64_t block = std::int64_t{slot / kRowBlock} * columns + column;
     return (block * 4 + warp) * (kSavedVectors * kSavedVectorBytes) + lane * 16;
 }
 
 // Whether there is room for the rows of the tile at `slot`; what lies beyond is computed again.
-MEGA_MOE_LAW bool is_saved(int slot, int saved_slots) {
+MEGA_MOE_HD_CONSTEXPR bool is_saved(int slot, int saved_slots) {
     return slot + kTileRows <= saved_slots;
 }
 

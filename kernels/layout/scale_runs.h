@@ -9,12 +9,12 @@
 namespace mega_moe::layout {
 
 // The run of `group`, a block of 128 columns, in the tile's rows that begin with `row`; in runs.
-MEGA_MOE_LAW std::int64_t scale_run(std::int64_t row, int group, int groups) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t scale_run(std::int64_t row, int group, int groups) {
     return row / kTileRows * groups + group;
 }
 
 // The scale factor of `row`, in fp32 numbers.
-MEGA_MOE_LAW std::int64_t scale_at(std::int64_t row, int group, int groups) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t scale_at(std::int64_t row, int group, int groups) {
     return scale_run(row, group, groups) * kTileRows + row % kTileRows;
 }
 

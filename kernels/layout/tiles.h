@@ -16,13 +16,13 @@ inline constexpr int kRasterBlocks = 8;
 // ---------------------------------------------------------------------
 // Whole clusters take the rows in pairs of blocks and share the weights. Where the last pair would have one
 // block only, the two CTAs share the rows instead and take two blocks of columns.
-MEGA_MOE_LAW int num_pairs(int rows) {
+MEGA_MOE_HD_CONSTEXPR int num_pairs(int rows) {
     return rows / (2 * kTileRows) + (rows % (2 * kTileRows) > kTileRows ? 1 : 0);
 }
-MEGA_MOE_LAW bool has_tail(int rows) {
+MEGA_MOE_HD_CONSTEXPR bool has_tail(int rows) {
     return rows % (2 * kTileRows) > 0 && rows % (2 * kTileRows) <= kTileRows;
 }
-MEGA_MOE_LAW int num_tiles(int rows, int columns) {
+MEGA_MOE_HD_CONSTEXPR int num_tiles(int rows, int columns) {
     return num_pairs(rows) * columns + (has_tail(rows) ? (columns + 1) / 2 : 0);
 }
 
@@ -34,7 +34,7 @@ struct CtaTile {
     bool live;      // false for the second CTA of a tail whose number of columns is odd
 };
 
-MEGA_MOE_LAW CtaTile cta_tile(int index, int cta, int rows, int columns) {
+MEGA_MOE_HD_CONSTEXPR CtaTile cta_tile(int index, int cta, int rows, int columns) {
     const int pairs = num_pairs(rows);
     if (index >= pairs * columns) {
         const int column = 2 * (index - pairs * columns) + cta;
@@ -68,7 +68,7 @@ struct TileRun {
 //   or the number of units. All CTAs of a rank walk alike.
 class TileWalk {
   public:
-    MEGA_MOE_LAW TileWalk(int units, int num_local, int gate_up_columns, int down_columns, int lag)
+    MEGA_MOE_HD_CONSTEXPR TileWalk(int units, int num_local, int gate_up_columns, int down_columns, int lag)
         : units_(units),
           num_local_(num_local),
           gate_up_columns_(gate_up_columns),
@@ -77,7 +77,7 @@ class TileWalk {
 
     // The runs in the order of their tickets.
     template <class Rows>
-    MEGA_MOE_LAW TileRun next(Rows& rows) {
+    MEGA_MOE_HD_CONSTEXPR TileRun next(Rows& rows) {
         if (!started_) {
             started_ = true;
             up_ = rows.next(0);

@@ -22,8 +22,8 @@ enum class TraceKind : std::int64_t {
     kPull,
     kWaitPush,
     kPush,
-    kWaitHome,
-    kHome,
+    kWaitOwnerSum,
+    kOwnerSum,
     kRoute,
     kFirstRows,  // all warps copy what the first tiles need into the pools
     kWaitDz,     // of the backward: the loading warp waits for the inputs of a tile
@@ -47,7 +47,7 @@ struct TraceBuffer {
     std::int64_t capacity;
 };
 
-MEGA_MOE_LAW std::int64_t trace_code(TraceKind kind, int chunk, int expert, int index) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t trace_code(TraceKind kind, int chunk, int expert, int index) {
     return static_cast<std::int64_t>(kind) | static_cast<std::int64_t>(chunk) << 8 |
            static_cast<std::int64_t>(expert) << 24 | static_cast<std::int64_t>(index) << 40;
 }

@@ -13,12 +13,12 @@ inline constexpr int kTransposedBytes = kWeightBlock * kWeightBlock;
 
 // Byte of the piece of 8 codes at `row` of the transposed block, `patch` along it. The 16 lanes that hold
 // patches of the same rows write pieces of rows 8 apart; the exclusive or spreads these over all banks.
-MEGA_MOE_LAW int transposed_piece(int row, int patch) {
+MEGA_MOE_HD_CONSTEXPR int transposed_piece(int row, int patch) {
     return row * kWeightBlock + (patch ^ row / kPatch) * kPatch;
 }
 
 // Two pieces that lie side by side in the copy do so here too, the other way round where this holds.
-MEGA_MOE_LAW bool pieces_are_swapped(int row) {
+MEGA_MOE_HD_CONSTEXPR bool pieces_are_swapped(int row) {
     return row / kPatch % 2 != 0;
 }
 

@@ -54,7 +54,7 @@ struct WorkspaceShape {
     }
     MEGA_MOE_LAW std::int64_t counters() const {
         return has_backward() ? counter_of_transposed() + (has_transposed() ? num_row_blocks(max_slots()) : 0)
-                        : num_counters(max_slots(), chunks());
+                              : num_counters(max_slots(), chunks());
     }
     // Behind the others of the backward.
     MEGA_MOE_LAW std::int64_t counter_of_transposed() const {
@@ -155,13 +155,15 @@ constexpr Layout<kWorkspaceParts> make_workspace(const WorkspaceShape& s) {
     const std::int64_t rows = pooled ? s.pools() * s.pool_rows : 0;
     builder.add("counters", pooled ? s.counters() * 4 : 0);
     builder.add("x_pool", rows * s.hidden * s.row_element());
-    builder.add("h_pool", rows * s.intermediate * (s.has_transposed() && s.fp8_forward() ? 1 : s.row_element()));
+    builder.add("h_pool",
+                rows * s.intermediate * (s.has_transposed() && s.fp8_forward() ? 1 : s.row_element()));
     builder.add("o_pool", rows * s.hidden * 2);
     const std::int64_t backward_rows = s.has_backward() ? rows : 0;
     builder.add("dy_pool", backward_rows * s.hidden * 2);
     builder.add("dz_pool", backward_rows * s.intermediate * (s.has_transposed() ? 2 : 4));
     builder.add("dtopk_pool", backward_rows * (s.intermediate / 128) * 4);
-    builder.add("partials", s.has_backward() && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
+    builder.add("partials",
+                s.has_backward() && pooled ? s.partials() * 3 * s.hidden * s.intermediate * 4 : 0);
     const std::int64_t forward_codes = s.fp8_forward() ? rows : 0;
     const std::int64_t backward_codes = s.fp8_backward() ? rows : 0;
     const std::int64_t groups = s.hidden / kQuantGroup;

@@ -25,7 +25,7 @@ from hash_kernels import hash_kernels
 del sys.path[0]
 
 Kernel = tuple[str, str]
-"""Op and precision, as variants.toml has them."""
+"""Op, with its form where that is not the default, and precision, as variants.toml has them."""
 
 ANY = "kernels/"
 """Stands for every kernel, where the result says nothing of one alone."""
@@ -84,7 +84,13 @@ def variants(folder: Path) -> dict[Kernel, tuple[str, ...]]:
     """Names of the variants of each kernel, of the sources at folder."""
     found: dict[Kernel, tuple[str, ...]] = {}
     for variant in runpy.run_path(str(folder / "generate.py"))["load_variants"](folder / "variants.toml"):
-        kernel = (variant["op"], variant["precision"])
+        if variant.get("trace"):
+            form = "_trace"
+        elif variant.get("saved") == "gate_up":
+            form = "_saving"
+        else:
+            form = "_fp8_wgrad" if variant.get("wgrad") == "fp8" else ""
+        kernel = (variant["op"] + form, variant["precision"])
         found[kernel] = (*found.get(kernel, ()), variant["name"])
     return found
 
@@ -101,7 +107,7 @@ def launched(row: Any, on_gpu: bool) -> tuple[Kernel, ...]:
         # Each direction routes and stages within its one kernel.
         both = {"forward": ("forward", forward), "backward": ("backward", backward)}
         if row.kind == "layer" and row.dw_precision == "fp8":
-            both["backward"] = ("backward_gradients", backward)
+            both["backward"] = ("backward_fp8_wgrad", backward)
         kernels = tuple(kernel for name, kernel in both.items() if name in direction)
         # In fp8 a call makes its copies of the weights.
         quantizes = any(precision == "fp8" for _, precision in kernels)

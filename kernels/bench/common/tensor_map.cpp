@@ -11,7 +11,9 @@
 namespace mega_moe::bench {
 namespace {
 
-static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "map");
+static_assert(sizeof(layout::TensorMap) == sizeof(CUtensorMap) &&
+                  alignof(layout::TensorMap) >= alignof(CUtensorMap),
+              "map");
 
 // Looked up at run time, so that nothing links against the driver.
 decltype(&cuTensorMapEncodeTiled) encoder() {
@@ -25,9 +27,9 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
-TensorMap encode(const void* data, MapElement element, cuuint32_t rank, const cuuint64_t* extents,
-                 const cuuint64_t* strides, const cuuint32_t* box) {
-    TensorMap map = {};
+layout::TensorMap encode(const void* data, MapElement element, cuuint32_t rank, const cuuint64_t* extents,
+                         const cuuint64_t* strides, const cuuint32_t* box) {
+    layout::TensorMap map = {};
     const cuuint32_t steps[3] = {1, 1, 1};
     const CUresult result = encoder()(
         reinterpret_cast<CUtensorMap*>(&map),
@@ -42,8 +44,8 @@ TensorMap encode(const void* data, MapElement element, cuuint32_t rank, const cu
 
 }  // namespace
 
-TensorMap map_rows(const void* data, MapElement element, std::uint64_t rows, std::uint64_t columns,
-                   std::uint32_t box_rows) {
+layout::TensorMap map_rows(const void* data, MapElement element, std::uint64_t rows, std::uint64_t columns,
+                           std::uint32_t box_rows) {
     const std::uint32_t element_bytes = element == MapElement::kByte ? 1 : 2;
     const cuuint64_t extents[2] = {columns, rows};
     const cuuint64_t strides[1] = {columns * element_bytes};
@@ -51,8 +53,8 @@ TensorMap map_rows(const void* data, MapElement element, std::uint64_t rows, std
     return encode(data, element, 2, extents, strides, box);
 }
 
-TensorMap map_columns(const void* data, std::uint64_t depth, std::uint64_t columns,
-                      std::uint32_t box_columns) {
+layout::TensorMap map_columns(const void* data, std::uint64_t depth, std::uint64_t columns,
+                              std::uint32_t box_columns) {
     const cuuint64_t extents[3] = {64, depth, columns / 64};
     const cuuint64_t strides[2] = {columns * 2, 128};
     const cuuint32_t box[3] = {64, 64, box_columns / 64};

@@ -1,7 +1,7 @@
 #pragma once
 #include <cstdint>
 
-#include "device/mma/operand.cuh"
+#include "device/sm90/mma/operand.cuh"
 
 namespace mega_moe::bench {
 
@@ -14,8 +14,8 @@ enum class Cluster { kNone, kMulticastB };  // two blocks along M that load half
 // quarter while the next is multiplied, with a pause after each stage or after two.
 enum class Promotion { kNone, kHalves, kQuarters, kQuartersOfTwo };
 
-template <Element E, int M, int N, int InstructionN, Schedule S, Cluster C, device::Major A, device::Major B,
-          Promotion P, int Stages, int StoreBuffers>
+template <Element E, int M, int N, int InstructionN, Schedule S, Cluster C, device::sm90::Major A,
+          device::sm90::Major B, Promotion P, int Stages, int StoreBuffers>
 struct GemmConfig {
     static constexpr Element kElement = E;
     static constexpr int kBlockM = M;
@@ -23,8 +23,8 @@ struct GemmConfig {
     static constexpr int kInstructionN = InstructionN;
     static constexpr bool kPingPong = S == Schedule::kPingPong;
     static constexpr int kClusterSize = C == Cluster::kNone ? 1 : 2;
-    static constexpr device::Major kMajorA = A;
-    static constexpr device::Major kMajorB = B;
+    static constexpr device::sm90::Major kMajorA = A;
+    static constexpr device::sm90::Major kMajorB = B;
     static constexpr bool kPromoted = P != Promotion::kNone;
     static constexpr bool kStaggered = kPromoted && P != Promotion::kHalves;
     static constexpr int kBlocksAtOnce = P == Promotion::kQuartersOfTwo ? 2 : 1;
@@ -48,11 +48,11 @@ struct GemmConfig {
     static constexpr int kMultiplyRegisters = kStaggered ? 216 : kPromoted ? 208 : 232;
     static_assert(128 * kLoadRegisters + 256 * kMultiplyRegisters <= kThreads * 168, "registers at launch");
 
-    static constexpr int kBytesA = M * device::kOperandRowBytes;
-    static constexpr int kBytesB = N * device::kOperandRowBytes;
+    static constexpr int kBytesA = M * device::sm90::kOperandRowBytes;
+    static constexpr int kBytesB = N * device::sm90::kOperandRowBytes;
     static constexpr int kStageBytes = kBytesA + kBytesB;
     static constexpr int kScaleBytes = kPromoted ? M * 4 : 0;
-    static constexpr int kStoreBytes = 16 * device::kOperandRowBytes;  // a warp's 16 rows of 64 bf16
+    static constexpr int kStoreBytes = 16 * device::sm90::kOperandRowBytes;  // a warp's 16 rows of 64 bf16
 
     static constexpr int kStoreOffset = kStages * kStageBytes;
     static constexpr int kScaleOffset = kStoreOffset + 8 * kStoreBuffers * kStoreBytes;
@@ -62,7 +62,7 @@ struct GemmConfig {
     static constexpr int kSharedBytes = 1024 + kBarrierOffset + 8 * kNumBarriers;
     static_assert(kSharedBytes <= 232448, "shared memory of a block");
 
-    static_assert(E == Element::kBf16 || (A == device::Major::kK && B == device::Major::kK),
+    static_assert(E == Element::kBf16 || (A == device::sm90::Major::kK && B == device::sm90::Major::kK),
                   "e4m3 is K-major only");
     static_assert(!kPromoted || (E == Element::kE4m3 && !kPingPong && N == 256 &&
                                  InstructionN == (kStaggered ? 64 : 128)),

@@ -12,8 +12,8 @@ GemmVariant describe(const char* name) {
     v.kernel = reinterpret_cast<const void*>(&gemm<C>);
     v.e4m3 = C::kElement == Element::kE4m3;
     v.promoted = C::kPromoted;
-    v.a_mn_major = C::kMajorA == device::Major::kMn;
-    v.b_mn_major = C::kMajorB == device::Major::kMn;
+    v.a_mn_major = C::kMajorA == device::sm90::Major::kMn;
+    v.b_mn_major = C::kMajorB == device::sm90::Major::kMn;
     v.block_m = C::kBlockM;
     v.block_n = C::kBlockN;
     v.cluster = C::kClusterSize;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply_tiles(const GemmParams& p, const Shared
                 else
                     multiply_tile_promoted<C>(sums, shared, cursor, p, origin.column, warpgroup, lane);
             } else {
-                const int rows = warpgroup * C::kWarpgroupRows * device::kOperandRowBytes;
+                const int rows = warpgroup * C::kWarpgroupRows * device::sm90::kOperandRowBytes;
                 finish_tile<C>(shared, multiply_tile<C>(sums, shared, cursor, p.num_k_blocks, rows, lane),
                                lane);
             }

@@ -9,7 +9,7 @@ namespace mega_moe::bench {
 template <class C>
 __device__ __forceinline__ void load_stage(const GemmParams& p, const SharedMap<C>& shared, int stage,
                                            int k_block, TileOrigin origin, uint32_t rank) {
-    using device::Major;
+    using device::sm90::Major;
     const uint32_t full = shared.full(stage);
     const int k = k_block * C::kBlockK;
     if constexpr (C::kMajorA == Major::kK) {

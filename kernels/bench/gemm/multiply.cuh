@@ -1,10 +1,10 @@
 #pragma once
 #include "bench/gemm/config.cuh"
 #include "bench/gemm/pipeline.cuh"
-#include "device/mma/operand.cuh"
 #include "device/ptx/wgmma.cuh"
 #include "device/ptx/wgmma_bf16.cuh"
 #include "device/ptx/wgmma_e4m3.cuh"
+#include "device/sm90/mma/operand.cuh"
 
 namespace mega_moe::bench {
 
@@ -25,9 +25,9 @@ __device__ __forceinline__ void release_stage(const SharedMap<C>& shared, int st
 template <class C>
 __device__ __forceinline__ void multiply_stage(Accumulators<C>& sums, const SharedMap<C>& shared, int stage,
                                                uint32_t a_offset) {
-    using device::kStepOf64Rows;
-    const uint64_t a = device::operand_descriptor<C::kMajorA>(shared.a(stage) + a_offset);
-    const uint64_t b = device::operand_descriptor<C::kMajorB>(shared.b(stage));
+    using device::sm90::kStepOf64Rows;
+    const uint64_t a = device::sm90::operand_descriptor<C::kMajorA>(shared.a(stage) + a_offset);
+    const uint64_t b = device::sm90::operand_descriptor<C::kMajorB>(shared.b(stage));
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::kInstructionsK; ++k) {
@@ -35,13 +35,14 @@ __device__ __forceinline__ void multiply_stage(Accumulators<C>& sums, const Shar
         for (int m = 0; m < C::kPartsM; ++m) {
 #pragma unroll
             for (int n = 0; n < C::kPartsN; ++n) {
-                const uint64_t part_a = a + m * kStepOf64Rows + k * device::kStepOfInstruction<C::kMajorA>;
+                const uint64_t part_a =
+                    a + m * kStepOf64Rows + k * device::sm90::kStepOfInstruction<C::kMajorA>;
                 const uint64_t part_b = b + n * (C::kInstructionN / 64) * kStepOf64Rows +
-                                        k * device::kStepOfInstruction<C::kMajorB>;
+                                        k * device::sm90::kStepOfInstruction<C::kMajorB>;
                 auto& d = sums[m * C::kPartsN + n];
                 if constexpr (C::kElement == Element::kBf16) {
-                    ptx::wgmma_bf16<C::kMajorA == device::Major::kMn, C::kMajorB == device::Major::kMn>(
-                        d, part_a, part_b);
+                    ptx::wgmma_bf16<C::kMajorA == device::sm90::Major::kMn,
+                                    C::kMajorB == device::sm90::Major::kMn>(d, part_a, part_b);
                 } else {
                     ptx::wgmma_e4m3(d, part_a, part_b);
                 }

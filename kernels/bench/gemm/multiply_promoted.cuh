@@ -25,18 +25,18 @@ __device__ __forceinline__ void multiply_tile_promoted(Accumulators<C>& sums, co
         const float scale_upper = scale_a[0];
         const float scale_lower = scale_a[8];
         const uint64_t a =
-            device::operand_descriptor<C::kMajorA>(shared.a(cursor.stage) + warpgroup * 64 * 128);
-        const uint64_t b = device::operand_descriptor<C::kMajorB>(shared.b(cursor.stage));
+            device::sm90::operand_descriptor<C::kMajorA>(shared.a(cursor.stage) + warpgroup * 64 * 128);
+        const uint64_t b = device::sm90::operand_descriptor<C::kMajorB>(shared.b(cursor.stage));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float partial[64];
-            const uint64_t half_b = b + half * 2 * device::kStepOf64Rows;
+            const uint64_t half_b = b + half * 2 * device::sm90::kStepOf64Rows;
             ptx::wgmma_fence();
             ptx::wgmma_e4m3_first(partial, a, half_b);
 #pragma unroll
             for (int k = 1; k < C::kInstructionsK; ++k) {
-                ptx::wgmma_e4m3(partial, a + k * device::kStepOfInstruction<C::kMajorA>,
-                                half_b + k * device::kStepOfInstruction<C::kMajorB>);
+                ptx::wgmma_e4m3(partial, a + k * device::sm90::kStepOfInstruction<C::kMajorA>,
+                                half_b + k * device::sm90::kStepOfInstruction<C::kMajorB>);
             }
             ptx::wgmma_commit();
             ptx::wgmma_wait<0>();

@@ -1,14 +1,14 @@
 #pragma once
 #include "bench/gemm/multiply.cuh"
 #include "bench/gemm/params.h"
-#include "device/mma/multiply_promoted.cuh"
+#include "device/sm90/mma/multiply_promoted.cuh"
 
 namespace mega_moe::bench {
 
-// A tile's stages as device::multiply_blocks takes them.
+// A tile's stages as device::sm90::multiply_blocks takes them.
 template <class C>
 struct PromotedStages {
-    using Stored = device::SwizzledRows;
+    using Stored = device::sm90::SwizzledRows;
 
     const SharedMap<C>& shared;
     StageCursor<C>& cursor;  // the next that is opened
@@ -21,16 +21,17 @@ struct PromotedStages {
     float columns[2];
     int left;  // k-blocks after the current one
 
-    __device__ __forceinline__ device::StageOperands open() {
+    __device__ __forceinline__ device::sm90::StageOperands open() {
         ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
-        const device::StageOperands at{device::descriptor_low<C::kMajorA>(shared.a(cursor.stage) + a_offset),
-                                       device::descriptor_low<C::kMajorB>(shared.b(cursor.stage))};
+        const device::sm90::StageOperands at{
+            device::sm90::descriptor_low<C::kMajorA>(shared.a(cursor.stage) + a_offset),
+            device::sm90::descriptor_low<C::kMajorB>(shared.b(cursor.stage))};
         cursor.next();
         return at;
     }
-    __device__ __forceinline__ device::BlockScales scales() {
+    __device__ __forceinline__ device::sm90::BlockScales scales() {
         const float* rows = shared.scale_values(closing) + scale_row;
-        const device::BlockScales s{{rows[0], rows[8]}, {columns[0], columns[1]}};
+        const device::sm90::BlockScales s{{rows[0], rows[8]}, {columns[0], columns[1]}};
         // One ahead: a load from global memory takes as long as a pass.
         if (--left >= 0) {
             columns[0] = __ldg(++first);
@@ -56,22 +57,22 @@ __device__ __forceinline__ void multiply_tile_staggered(float (&sums)[128], cons
                              lane,
                              cursor.stage,
                              warpgroup * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16 + lane / 4,
-                             static_cast<uint32_t>(warpgroup * 64 * device::kOperandRowBytes),
+                             static_cast<uint32_t>(warpgroup * 64 * device::sm90::kOperandRowBytes),
                              first,
                              second,
                              {__ldg(first), __ldg(second)},
                              p.num_k_blocks - 1};
     const uint32_t zero = ptx::opaque_zero();
-    device::PartialSums partial;
+    device::sm90::PartialSums partial;
 #pragma unroll
     for (int i = 0; i < 64; ++i)
         partial[i / 32][i % 32] = 0.0f;
     int k_block = 0;
     for (; k_block + C::kBlocksAtOnce <= p.num_k_blocks; k_block += C::kBlocksAtOnce)
-        device::multiply_blocks<C::kBlocksAtOnce>(sums, partial, zero, stages);
+        device::sm90::multiply_blocks<C::kBlocksAtOnce>(sums, partial, zero, stages);
     if constexpr (C::kBlocksAtOnce > 1) {
         for (; k_block < p.num_k_blocks; ++k_block)
-            device::multiply_blocks<1>(sums, partial, zero, stages);
+            device::sm90::multiply_blocks<1>(sums, partial, zero, stages);
     }
 }
 

@@ -6,9 +6,9 @@ namespace mega_moe::bench {
 
 // d[M, N] = a[M, K] b[N, K]^T. Clusters take the cluster tiles round robin, n fastest.
 struct GemmParams {
-    TensorMap a;
-    TensorMap b;
-    TensorMap d;
+    layout::TensorMap a;
+    layout::TensorMap b;
+    layout::TensorMap d;
     int num_tiles;  // cluster tiles
     int num_n_tiles;
     int num_k_blocks;

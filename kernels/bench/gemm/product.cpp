@@ -24,7 +24,7 @@ constexpr double kMaxErrorUnpromoted = 1e-2;
 constexpr double kBf16FlopsPerClock = 4096;
 constexpr double kE4m3FlopsPerClock = 8192;
 
-TensorMap operand_map(const void* data, bool e4m3, bool mn_major, int rows, int k, int box_rows) {
+layout::TensorMap operand_map(const void* data, bool e4m3, bool mn_major, int rows, int k, int box_rows) {
     const auto extent = static_cast<std::uint64_t>(rows);
     const auto depth = static_cast<std::uint64_t>(k);
     const auto box = static_cast<std::uint32_t>(box_rows);

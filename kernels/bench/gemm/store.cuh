@@ -1,9 +1,9 @@
 #pragma once
 #include "bench/gemm/multiply.cuh"
 #include "bench/gemm/params.h"
-#include "device/epilogue/store_rows.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/tma.cuh"
+#include "device/sm90/epilogue/store_rows.cuh"
 
 namespace mega_moe::bench {
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_tile(Accumulators<C>& sums, const GemmPara
             const uint32_t staging = shared.store_buffer(consumer_warp, buffer);
             if (lane == 0) ptx::bulk_wait_read<C::kStoreBuffers - 1>();
             __syncwarp();
-            device::stage_block(d, staging, lane);
+            device::sm90::stage_block(d, staging, lane);
             ptx::fence_proxy_async_shared();
             __syncwarp();
             if (lane == 0) {

@@ -44,7 +44,7 @@ struct FillConfig {
 };
 
 struct FillParams {
-    TensorMap map;
+    layout::TensorMap map;
     int stages;  // that each block fills
     ClockSpan* clock;
     unsigned* mismatches;  // null: contents are not looked at

@@ -1,8 +1,8 @@
 #pragma once
 #include <cstdint>
 
-#include "device/comm/endpoint.h"
 #include "device/ptx/ordered_memory.cuh"
+#include "layout/endpoint.h"
 #include "layout/record.h"
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
@@ -22,12 +22,13 @@ struct Fault {
     std::uint64_t wanted;
 };
 
-__device__ __forceinline__ std::uint64_t abort_word(const Endpoint& e) {
+__device__ __forceinline__ std::uint64_t abort_word(const layout::Endpoint& e) {
     return ptx::load_relaxed_sys(e.control + layout::kAbortWord);
 }
 
 // The first fault of a launch is kept, and not over one that the host has not read.
-__device__ __forceinline__ void write_record(const Endpoint& e, std::uint64_t epoch, const Fault& fault) {
+__device__ __forceinline__ void write_record(const layout::Endpoint& e, std::uint64_t epoch,
+                                             const Fault& fault) {
     if (ptx::max_relaxed_gpu(e.sync + layout::kRecordEpochWord, epoch) >= epoch) return;
     if (ptx::load_relaxed_sys(e.record + layout::kRecordState) != 0) return;
     const auto put = [&](int word, std::uint64_t v) { ptx::store_relaxed_sys(e.record + word, v); };
@@ -43,7 +44,7 @@ __device__ __forceinline__ void write_record(const Endpoint& e, std::uint64_t ep
 
 // A wait that ended without what it waited for: recorded, and told to all ranks unless one of them said it
 // first.
-__device__ __forceinline__ void give_up(const Endpoint& e, std::uint64_t epoch, Fault fault) {
+__device__ __forceinline__ void give_up(const layout::Endpoint& e, std::uint64_t epoch, Fault fault) {
     const std::uint64_t aborted = abort_word(e);
     const std::uint64_t word =
         layout::encode_abort(static_cast<std::uint64_t>(e.rank), fault.role, fault.kind, fault.index);

@@ -1,10 +1,10 @@
 #pragma once
 #include <cstdint>
 
-#include "device/comm/endpoint.h"
 #include "device/comm/fault.cuh"
 #include "device/ptx/ordered_memory.cuh"
 #include "device/ptx/special_registers.cuh"
+#include "layout/endpoint.h"
 
 namespace mega_moe::device {
 
@@ -14,7 +14,7 @@ inline constexpr int kPollsPerCheck = 16;
 // Polls `load` until it returns at least `wanted`. False when `limit_ns` have passed or a rank gave up;
 // `seen` is the last value either way.
 template <class Load>
-__device__ __forceinline__ bool wait_for(const Endpoint& e, Load load, std::uint64_t wanted,
+__device__ __forceinline__ bool wait_for(const layout::Endpoint& e, Load load, std::uint64_t wanted,
                                          std::int64_t limit_ns, std::uint64_t& seen) {
     seen = load();
     if (seen >= wanted) return true;

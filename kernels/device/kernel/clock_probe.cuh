@@ -9,7 +9,8 @@ namespace mega_moe::device {
 // free its SM for a later one, so each stays until all have surely started.
 inline constexpr int64_t kProbeTicks = 8192;
 
-__global__ void __launch_bounds__(32, 1) clock_probe(int64_t* out) {
+template <int Threads>
+__global__ void __launch_bounds__(Threads, 1) clock_probe(int64_t* out) {
     if (threadIdx.x != 0) return;
     const int64_t start = ptx::sm_clock();
     while (ptx::sm_clock() - start < kProbeTicks) {

@@ -1,6 +1,6 @@
 #pragma once
-#include "device/role/quantize_weights.cuh"
-#include "device/role/quantize_weights_params.h"
+#include "device/quantize/weights.cuh"
+#include "layout/quantize_weights_params.h"
 #include "layout/weight_block.h"
 
 namespace mega_moe::device {
@@ -9,7 +9,7 @@ namespace mega_moe::device {
 // store.
 template <int Threads, int BlocksPerSm>
 __global__ void __launch_bounds__(Threads, BlocksPerSm) sm90_quantize_weights(
-    const __grid_constant__ QuantizeWeightsParams p) {
+    const __grid_constant__ layout::QuantizeWeightsParams p) {
     static_assert(Threads == layout::kPatchThreads, "a thread holds one patch");
     static_assert(Threads * BlocksPerSm <= 2048, "threads of an SM");
     // 4.3 TB/s over 132 SMs times about 0.8 us of latency is 26 kB, half of it reads; a CTA loads in a third

@@ -1,8 +1,8 @@
 #pragma once
-#include "device/role/stage_copy.cuh"
-#include "device/role/stage_params.h"
-#include "device/role/stage_quantize.cuh"
-#include "device/role/stage_slots.cuh"
+#include "device/dispatch/stage_copy.cuh"
+#include "device/dispatch/stage_slots.cuh"
+#include "device/quantize/stage_quantize.cuh"
+#include "layout/stage_params.h"
 
 namespace mega_moe::device {
 
@@ -21,7 +21,7 @@ struct StageConfig {
 // x.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) sm90_stage(
-    const __grid_constant__ StageParams p) {
+    const __grid_constant__ layout::StageParams p) {
     if (blockIdx.x < p.num_slot_blocks) {
         stage_slots<Config>(p, blockIdx.x);
     } else if constexpr (Config::kQuantize) {

@@ -35,10 +35,12 @@ struct LayoutTable {
     std::int64_t total;
 };
 
-// The part of each rank that its peers reach; and the rank's own memory. Both 256-byte aligned and zero at first.
+// The part of each rank that its peers reach; and the rank's own memory. Both 256-byte aligned and zero at
+// first.
 LayoutTable symmetric_layout(const BufferShape& shape) noexcept;
 LayoutTable workspace_layout(const BufferShape& shape) noexcept;
-// Padded rows that the smallest and the largest useful pool have: one block of tokens, and everything at once.
+// Padded rows that the smallest and the largest useful pool have: one block of tokens, and everything at
+// once.
 std::int64_t smallest_pool_rows(const BufferShape& shape) noexcept;
 std::int64_t largest_pool_rows(const BufferShape& shape) noexcept;
 // What hidden and intermediate must be multiples of for the kernel of one direction.

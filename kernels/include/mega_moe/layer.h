@@ -5,8 +5,8 @@
 #include "mega_moe/buffer.h"
 #include "mega_moe/status.h"
 
-// The layer's launches. Pointers are device addresses on `device`, aligned to 16 bytes; extents, dtypes and peers are
-// checked by the caller. A result that nobody wants is null, and nothing is computed for it.
+// The layer's launches. Pointers are device addresses on `device`, aligned to 16 bytes; extents, dtypes and
+// peers are checked by the caller. A result that nobody wants is null, and nothing is computed for it.
 namespace mega_moe {
 
 struct LayerInputs {
@@ -17,8 +17,8 @@ struct LayerInputs {
     const void* w_down;        // [num_local, hidden, intermediate]; the same
 };
 
-// What the GEMMs of fp8 read beside LayerInputs: transposed copies of the weights for dgrad, and fp32 scale factors of
-// each 128 x 128, which serve both copies.
+// What the GEMMs of fp8 read beside LayerInputs: transposed copies of the weights for dgrad, and fp32 scale
+// factors of each 128 x 128, which serve both copies.
 struct Fp8Weights {
     const void* w_gate_up_t;  // e4m3 [num_local, hidden, 2 * intermediate]
     const void* w_down_t;     // e4m3 [num_local, intermediate, hidden]
@@ -47,8 +47,8 @@ struct RankCall {
     void* stream;  // cudaStream_t
 };
 
-// Gate and up as the forward leaves them for the backward of the same tokens: bf16 [rows, 2 * intermediate] in an order
-// of the kernels' own, of the rows with the lowest slots.
+// Gate and up as the forward leaves them for the backward of the same tokens: bf16 [rows, 2 * intermediate]
+// in an order of the kernels' own, of the rows with the lowest slots.
 struct SavedGateUp {
     void* memory;
     std::int64_t rows;  // a multiple of 128; 0: nothing is saved

@@ -1,8 +1,8 @@
 #pragma once
 #include <cstdint>
 
-// Which kernel a call means, one enum per question. Python packs the answers, binding/ unpacks them, everything below
-// asks the same names.
+// Which kernel a call means, one enum per question. Python packs the answers, binding/ unpacks them,
+// everything below asks the same names.
 namespace mega_moe {
 
 enum class Direction : std::int8_t { kForward, kBackward };
@@ -18,9 +18,10 @@ enum class ScaleFormat : std::int8_t { kFp32, kPowerOfTwo };
 
 // What the memory of a rank is laid out for. Equal on all ranks.
 struct Mode {
-    Precision forward = Precision::kNone;   // kNone: routing tables alone
-    Precision backward = Precision::kNone;  // dgrad and the recomputation of gate and up; kNone: no backward kernel
-    Precision wgrad = Precision::kNone;     // fp8 only where `backward` is
+    Precision forward = Precision::kNone;  // kNone: routing tables alone
+    Precision backward =
+        Precision::kNone;  // dgrad and the recomputation of gate and up; kNone: no backward kernel
+    Precision wgrad = Precision::kNone;  // fp8 only where `backward` is
     ScaleFormat scale_format = ScaleFormat::kFp32;
 };
 

@@ -10,10 +10,10 @@ namespace mega_moe {
 // Pointers are device addresses on `device`, aligned to 16 bytes; extents are checked by the caller. A copy
 // that nobody wants is null.
 struct QuantizeWeightsProblem {
-    const void* weight;      // bf16 [num_experts, rows, columns]
-    void* codes;             // e4m3 [num_experts, rows, columns]
-    void* codes_t;  // e4m3 [num_experts, columns, rows]
-    void* scales;            // fp32 [num_experts, rows / 128, columns / 128]
+    const void* weight;  // bf16 [num_experts, rows, columns]
+    void* codes;         // e4m3 [num_experts, rows, columns]
+    void* codes_t;       // e4m3 [num_experts, columns, rows]
+    void* scales;        // fp32 [num_experts, rows / 128, columns / 128]
     std::int64_t num_experts;
     std::int64_t rows;
     std::int64_t columns;

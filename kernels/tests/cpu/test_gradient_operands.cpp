@@ -104,8 +104,8 @@ void test_tiles() {
 // instead of bf16.
 void test_pools() {
     for (const Precision forward : {Precision::kBf16, Precision::kFp8}) {
-        layout::WorkspaceShape w{
-            256, 4, 8, 2, 1024, 1024, 768, {forward, Precision::kFp8, Precision::kBf16}, false};
+        layout::WorkspaceShape w{256,  4, 8, 2, 1024, 1024, 768, {forward, Precision::kFp8, Precision::kBf16},
+                                 false};
         const auto plain = layout::make_workspace(w);
         const std::int64_t counters = w.counters();
         w.mode.wgrad = Precision::kFp8;

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "cpu/check.h"
-#include "device/base/group_scale.cuh"
+#include "device/common/group_scale.cuh"
 
 // The kernel divides by two products with a reciprocal. Here every bf16 amax meets every bf16 element up to
 // it, and the e4m3 code must be that of the IEEE quotient.
@@ -13,11 +13,11 @@ namespace {
 
 using mega_moe::device::divide_by_scale;
 using mega_moe::device::GroupScale;
-using mega_moe::device::kFp32Scales;
-using mega_moe::device::kPowerOfTwoScales;
 using mega_moe::device::make_gradient_scale;
 using mega_moe::device::make_group_scale;
-using mega_moe::device::ScaleRounding;
+using mega_moe::layout::kFp32Scales;
+using mega_moe::layout::kPowerOfTwoScales;
+using mega_moe::layout::ScaleRounding;
 
 constexpr std::uint32_t kInfinity = 0x7F80;
 

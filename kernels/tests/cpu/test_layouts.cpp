@@ -173,29 +173,6 @@ void test_scale_runs() {
     CHECK(layout::kRowScaleBytes == layout::kTileRows * 4, "a run");
 }
 
-// What copies go to starts where they may: boxes of a tensor on 128 bytes, with the swizzle on 1024, others
-// on 16.
-void test_shared() {
-    using layout::LayerForm;
-    for (const LayerForm form :
-         {LayerForm::kBf16, LayerForm::kFp8Forward, LayerForm::kFp8Backward, LayerForm::kFp8Gradients}) {
-        const layout::LayerShared s = layout::make_layer_shared(4, form);
-        CHECK(s.store % 1024 == 0, "store buffers at %d", s.store);
-        CHECK(s.pull % 16 == 0 && s.pull_bytes % 16 == 0, "pull buffers at %d", s.pull);
-        CHECK(s.barriers % 8 == 0 && s.ring % 16 == 0 && s.epoch % 8 == 0, "barriers at %d", s.barriers);
-        CHECK(s.total <= 232448, "%d bytes of shared memory", s.total);
-        const int scales = s.ring - s.pull - s.pull_buffers * s.pull_bytes;
-        CHECK(form != LayerForm::kBf16 || scales == 0, "%d bytes of scale factors in bf16", scales);
-        CHECK(s.row_scales % 16 == 0 && s.column_scales % 16 == 0 && s.store_scales % 16 == 0 &&
-                  s.factors % 8 == 0 && s.amax % 4 == 0,
-              "scale factors at %d", s.row_scales);
-    }
-    const layout::LayerShared s = layout::make_layer_shared(4, LayerForm::kFp8Forward);
-    CHECK(s.x_scales % 128 == 0 && layout::kXScaleBytes % 128 == 0, "scale factors of x at %d", s.x_scales);
-    CHECK(s.pull_scales % 16 == 0 && layout::kPullScaleBytes % 16 == 0, "pulled scale factors at %d",
-          s.pull_scales);
-}
-
 // The buffers of x's scale factors are used in turn without a barrier of their own: a k-block is loaded when
 // the one `stages` before it is released, and its scale factors must not take the place of some that are
 // still read.
@@ -250,7 +227,6 @@ void test_layouts() {
     test_quantized();
     test_quantized_backward();
     test_scale_runs();
-    test_shared();
     test_scale_buffers();
     test_chunks();
     test_work();

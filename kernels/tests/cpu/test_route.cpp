@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu/check.h"
-#include "device/role/route.cuh"
+#include "device/route/route.cuh"
 #include "host/route_params.h"
 #include "layout/record.h"
 #include "layout/route_shared.h"
@@ -20,8 +20,8 @@
 namespace {
 
 namespace layout = mega_moe::layout;
-using mega_moe::RankCall;
 using mega_moe::BufferShape;
+using mega_moe::RankCall;
 
 constexpr unsigned kThreads = 128;
 constexpr std::uint8_t kPoison = 0xEE;
@@ -93,7 +93,7 @@ struct World {
     // One launch of the ranks in `present`, each with its number of CTAs.
     void launch(const Ids& ids, const std::vector<unsigned>& ctas, const std::vector<bool>& present = {},
                 int refusing = -1) {
-        std::vector<mega_moe::device::RouteParams> params;
+        std::vector<mega_moe::layout::RouteParams> params;
         std::vector<mega_moe::emulate::Grid> grids;
         params.reserve(ranks.size());
         for (std::size_t r = 0; r < ranks.size(); ++r) {
@@ -121,7 +121,7 @@ struct World {
             if (problem.refuse) problem.num_tokens = shape.max_tokens + 5;
             params.push_back(mega_moe::make_route_params(problem));
             if (!present.empty() && !present[r]) continue;
-            const mega_moe::device::RouteParams& p = params.back();
+            const mega_moe::layout::RouteParams& p = params.back();
             const auto shared =
                 static_cast<std::size_t>(layout::make_route_shared(kThreads, p.endpoint.num_ranks,
                                                                    p.num_local, p.max_blocks, p.one_chunk)
@@ -338,7 +338,7 @@ Ids make_ids(std::mt19937& random, const BufferShape& s, const std::vector<std::
 enum class Pool { kSmallest, kJoining, kLargest };
 
 BufferShape make_shape(std::int64_t max_tokens, std::int64_t top_k, std::int64_t experts, std::int64_t ranks,
-                      Pool pool) {
+                       Pool pool) {
     BufferShape s{max_tokens, top_k, experts, 128, 0, ranks, 0, {}, true};
     const std::int64_t smallest = mega_moe::smallest_pool_rows(s);
     const std::int64_t largest = mega_moe::largest_pool_rows(s);

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "cpu/check.h"
-#include "device/base/transpose_bytes.cuh"
+#include "device/common/transpose_bytes.cuh"
 #include "layout/weight_block.h"
 
 // What the kernel that quantizes weights does to a block between its loads and its stores.

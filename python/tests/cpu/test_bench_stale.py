@@ -59,7 +59,7 @@ NAMES = {
     ("forward", "fp8"): ("forward_fp8",),
     ("backward", "bf16"): ("backward_bf16",),
     ("backward", "fp8"): ("backward_fp8",),
-    ("backward_gradients", "fp8"): ("gradients_fp8",),
+    ("backward_fp8_wgrad", "fp8"): ("gradients_fp8",),
     ("quantize_weights", "fp8"): ("quantize_weights",),
     ("route", "none"): ("route",),
 }
@@ -205,7 +205,7 @@ def test_rows_of_the_results_that_lie_here(staleness: ModuleType) -> None:
                     and row.direction in {"backward", "forward_backward"}
                 )
                 form = "bf16" if getattr(row, "precision", "bf16") == "bf16" else "fp8"
-                own = "_gradients" if getattr(row, "dw_precision", None) == "fp8" else ""
+                own = "_fp8_wgrad" if getattr(row, "dw_precision", None) == "fp8" else ""
                 assert stale == ((f"sm90_{form}_backward{own}",) if runs_backward else ())
                 seen.add(runs_backward)
     assert seen == {True, False}
