@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from mega_moe._base.activation import SWIGLU, Activation
+
 
 class Sizes(NamedTuple):
     """The static part of one layer; layers with equal sizes share a buffer."""
@@ -55,8 +57,8 @@ class ExpertAdapter(Protocol):
         """``[E, 2I, H]`` with I gate rows then I up rows, and ``[E, H, I]``."""
         ...
 
-    def clamp(self, module: nn.Module) -> float | None:
-        """The experts' own limit of gate and up, as `mega_moe.moe` takes it; None: they have none."""
+    def activation(self, module: nn.Module) -> Activation:
+        """What the experts compute between their projections."""
         ...
 
     def arguments(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
@@ -101,8 +103,8 @@ class PackedExperts:
     def weights(self, owner: nn.Module) -> tuple[Tensor, Tensor]:
         return owner.gate_up_proj, owner.down_proj  # type: ignore[return-value]
 
-    def clamp(self, module: nn.Module) -> float | None:
-        return None
+    def activation(self, module: nn.Module) -> Activation:
+        return SWIGLU
 
     def arguments(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         return Arguments(*args, **kwargs)

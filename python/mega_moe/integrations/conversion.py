@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_moe._backends.facts import as_device
+from mega_moe._base.activation import Activation, as_activation
 from mega_moe.buffer import MoEBuffer
 from mega_moe.integrations.adapters import ExpertAdapter, Sizes
 from mega_moe.integrations.config import DispatchConfig
@@ -87,6 +88,7 @@ def convert(
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    activation: Activation | None = None,
     activation_clamp: float | None = None,
     adapters: Sequence[ExpertAdapter] = (),
 ) -> Converted:
@@ -107,7 +109,8 @@ def convert(
         device: where the calls run; default: the weights' device, or for weights on the meta device the current GPU.
             Layers on several devices get a buffer on each, and a model that is moved later gets its buffers in its
             first call there, which is then collective over ``mesh``.
-        activation_clamp: see `mega_moe.moe`; default: the limit that the model's own experts have.
+        activation: of experts whose own has no clamp; default: what the model's own experts compute.
+        activation_clamp: short for ``Activation(clamp=...)``; both together are a ValueError.
         adapters: for experts of one's own, see `ExpertAdapter`.
 
     Raises:
@@ -130,7 +133,9 @@ def convert(
     tokens = config.max_tokens_per_rank or sequence_length
     if tokens is None:
         raise ValueError("max_tokens_per_rank: not set, and no sequence_length was given")
-    clamps = [_clamp(site, activation_clamp) for site in chosen]
+    given = activation is not None or activation_clamp is not None
+    asked = as_activation(activation, activation_clamp) if given else None
+    activations = [_activation(site, asked) for site in chosen]
     group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
     buffers: dict[tuple[Sizes, torch.device | None], DeviceBuffers] = {}
     try:
@@ -160,12 +165,12 @@ def convert(
         for built in buffers.values():
             built.destroy()
         raise
-    for site, clamp in zip(chosen, clamps):
+    for site, act in zip(chosen, activations):
         sizes = site.adapter.sizes(site.module)
         own = buffers[sizes, _device(site, device)]
         if mesh is not None and mesh.size() > 1:
             _spread(site, mesh)
-        switch(site.module, Served(site.adapter, own, next(iter(own)), site.name, sizes, clamp))
+        switch(site.module, Served(site.adapter, own, next(iter(own)), site.name, sizes, act))
     kept = tuple(site.name for site in sites if site not in chosen)
     switched = tuple((weakref.ref(site.module), site.adapter) for site in chosen)
     return Converted(tuple(site.name for site in chosen), kept, switched, tuple(buffers.values()))
@@ -200,11 +205,13 @@ def _faults(sites: list[Site]) -> Iterator[str]:
             yield f"{site.name} ({type(site.module).__name__}): {reason}"
 
 
-def _clamp(site: Site, asked: float | None) -> float | None:
-    own = site.adapter.clamp(site.module)
-    if asked is not None and own is not None and asked != own:
-        raise ValueError(f"activation_clamp: got {asked}, the experts of {site.name} have {own}")
-    return asked if own is None else own
+def _activation(site: Site, asked: Activation | None) -> Activation:
+    own = site.adapter.activation(site.module)
+    if asked is None or asked == own:
+        return own
+    if asked.kind != own.kind or own.clamp is not None:
+        raise ValueError(f"activation: got {asked}, the experts of {site.name} have {own}")
+    return asked
 
 
 def _weight(site: Site) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mega_moe._base.activation import SWIGLU, Activation
 from mega_moe.api import moe
 from mega_moe.buffer import MoEBuffer
 from mega_moe.integrations.adapters import Arguments, ExpertAdapter, Sizes, local
@@ -74,7 +75,7 @@ def compute(
     weights: tuple[Tensor, Tensor],
     buffer: MoEBuffer,
     dtype: torch.dtype,
-    clamp: float | None,
+    activation: Activation,
 ) -> tuple[Tensor, Tensor]:
     """-> y as `mega_moe.moe` returns it, and the ids ``[T, K]``; x and both weights are cast to ``dtype``."""
     x, (gate_up, down) = call.x, weights
@@ -88,7 +89,7 @@ def compute(
         gate_up.to(dtype),
         down.to(dtype),
         buffer=buffer,
-        activation_clamp=clamp,
+        activation=activation,
     )
     return y, ids
 
@@ -110,7 +111,7 @@ class Served:
     """Of ``buffers``, the one that served the last call."""
     name: str
     sizes: Sizes
-    clamp: float | None = None
+    activation: Activation = SWIGLU
     gradient_scale: float = 1.0
     """What the weights' gradients are multiplied by, where nothing else divides them."""
     called_by_model: bool = True
@@ -135,7 +136,7 @@ class Served:
         gate_up, down = (local(weight).to(dtype) for weight in self.adapter.weights(owner))
         if self.gradient_scale != 1.0:
             gate_up, down = (_scaled_gradient(w, self.gradient_scale) for w in (gate_up, down))
-        y, ids = compute(call, (gate_up, down), self.buffer, dtype, self.clamp)
+        y, ids = compute(call, (gate_up, down), self.buffer, dtype, self.activation)
         if self.watch is not None:
             self.watch(y, ids)
         return in_shape_of(x, y).to(x.dtype)

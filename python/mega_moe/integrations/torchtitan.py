@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mega_moe._base.activation import SWIGLU, Activation
 from mega_moe.integrations.adapters import Arguments, Sizes, local
 
 
@@ -44,8 +45,8 @@ class TorchTitanExperts:
         gate, up, down = (local(getattr(owner, name)).to(torch.bfloat16) for name in self.parameters)
         return torch.cat((gate, up), dim=1), down
 
-    def clamp(self, module: nn.Module) -> float | None:
-        return None
+    def activation(self, module: nn.Module) -> Activation:
+        return SWIGLU
 
     def arguments(
         self,

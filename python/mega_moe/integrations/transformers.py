@@ -15,6 +15,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from mega_moe._base.activation import SWIGLU, Activation
 from mega_moe._base.errors import BackendRefusedError
 from mega_moe.integrations.adapters import Arguments, local
 from mega_moe.integrations.config import DispatchConfig
@@ -51,9 +52,9 @@ _settings = _Settings()
 class _Layer:
     """What the switch knows of one module of experts."""
 
-    def __init__(self, settings: _Settings, clamp: float | None, shared: SharedBuffer | None) -> None:
+    def __init__(self, settings: _Settings, activation: Activation, shared: SharedBuffer | None) -> None:
         self.settings = settings
-        self.clamp = clamp
+        self.activation = activation
         self.shared = shared
         """None: transformers' implementation ``settings.otherwise`` computes instead."""
 
@@ -133,7 +134,7 @@ def experts_forward(
     if getattr(self, "_is_expert_parallel", False):
         ids = ids.masked_fill(ids >= gate_up.shape[0], -1)
     buffer = layer.shared.use()
-    y, _ = compute(Arguments(x, ids, top_k_weights), (gate_up, down), buffer, dtype, layer.clamp)
+    y, _ = compute(Arguments(x, ids, top_k_weights), (gate_up, down), buffer, dtype, layer.activation)
     keep_for_backward(y, buffer)
     return in_shape_of(x, y).to(x.dtype)
 
@@ -168,7 +169,7 @@ def _prepare(module: nn.Module, tokens: int, top_k: int, device: torch.device, d
         if settings.otherwise is None:
             raise
         warnings.warn(f"{error}; {settings.otherwise} computes them instead", UserWarning, stacklevel=2)
-        layer = _Layer(settings, None, None)
+        layer = _Layer(settings, SWIGLU, None)
     setattr(module, _LAYER, layer)
     return layer
 
@@ -184,7 +185,7 @@ def _judged(
     shared = shared_buffer(sizes, device, dtype, settings.config, None)
     if shared.grow(tokens):
         _say(shared)
-    return _Layer(settings, _adapter.clamp(module), shared)
+    return _Layer(settings, _adapter.activation(module), shared)
 
 
 _said: set[str] = set()

@@ -33,7 +33,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc, unused-ignore]
             kind = type(experts).__name__
             raise ValueError(f'{kind}: ep_implementation="mega_moe" cannot serve it: ' + "; ".join(faults))
         self._experts = experts
-        self._clamp = _adapter.clamp(experts)
+        self._activation = _adapter.activation(experts)
         self._shared: SharedBuffer | None = None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc, unused-ignore]
             self._shared = self._build(x, ids.shape[-1], experts, dtype)
         buffer = self._shared.use()
         try:
-            y, _ = compute(Arguments(x, ids, weights), experts, buffer, dtype, self._clamp)
+            y, _ = compute(Arguments(x, ids, weights), experts, buffer, dtype, self._activation)
         except ValueError as error:
             if len(x) > buffer.max_tokens_per_rank:
                 raise ValueError(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mega_moe._base.activation import Activation
 from mega_moe.integrations.adapters import PackedExperts
 from mega_moe.integrations.router_rules import rule_of, weights_of
 
@@ -67,8 +68,8 @@ class TransformersExperts(PackedExperts):
         _, reason = _gate_function(module)
         return [] if reason is None else [reason]
 
-    def clamp(self, module: nn.Module) -> float | None:
-        return _gate_function(module)[0]
+    def activation(self, module: nn.Module) -> Activation:
+        return Activation(clamp=_gate_function(module)[0])
 
     def top_k(self, module: nn.Module) -> int:
         found = self._top_k(module)

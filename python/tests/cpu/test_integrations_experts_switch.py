@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mega_moe import FallbackWarning
+from mega_moe import Activation, FallbackWarning
 from mega_moe.integrations import DispatchConfig
 from mega_moe.testing import count_op_calls, relative_l2
 
@@ -146,7 +146,7 @@ def test_the_limit_of_the_family_is_served() -> None:
     model.set_experts_implementation("mega_moe")
     loss, got = train(model)
     assert loss == pytest.approx(want, rel=1e-5)
-    assert experts_of(model)[0]._mega_moe_layer.clamp == 0.5
+    assert experts_of(model)[0]._mega_moe_layer.activation == Activation(clamp=0.5)
     for name, grad in grads.items():
         # Some of this family's gradients are zero but for rounding.
         assert (got[name] - grad).norm() < 1e-4 * grad.norm() + 1e-6, name
