@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from mega_moe._backends.symmetric import Shape, symmetric_layout
+from mega_moe._base.mode import Mode
 from mega_moe._ops import library
 
 
@@ -183,3 +186,22 @@ def test_clock_probe_refuses(ops: Any, out: torch.Tensor, message: str) -> None:
     with pytest.raises(RuntimeError) as error:
         ops.clock_probe(out)
     assert str(error.value) == f"clock_probe: {message}"
+
+
+def test_documents_say_the_multiples_of_the_kernels() -> None:
+    """The table in docs/backends.md, from what this wheel holds."""
+    held = {(v["op"], v["precision"]): v for v in library.variants() if v["op"] in ("forward", "backward")}
+    text = (Path(__file__).resolve().parents[3] / "docs/backends.md").read_text()
+    for precision, forward, backward in (
+        ("bf16", "bf16", "bf16"),
+        ("fp8", "fp8", "fp8"),
+        ("fp8_bwd", "bf16", "fp8"),
+    ):
+        both = (held["forward", forward], held["backward", backward])
+        hidden, inner = (
+            math.lcm(*(v[name] for v in both)) for name in ("hidden_multiple", "intermediate_multiple")
+        )
+        assert f"| `{precision}` | {hidden} | {inner} |" in text
+        shape = Shape(16, 2, 8, hidden + 128, 1, intermediate=inner, mode=Mode(forward, backward, "bf16"))
+        with pytest.raises(RuntimeError, match=f"hidden is .*, must be a multiple of {hidden}"):
+            symmetric_layout(shape)
