@@ -17,7 +17,7 @@ from ._trainers import need
 need("transformers")
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs/training.md").read_text(encoding="utf-8")
-FIRST, TRAIN = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+FIRST, SWITCH, TRAIN = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
 
 
 def run(folder: Path, *command: str) -> str:
@@ -41,6 +41,10 @@ def test_ten_lines(tmp_path: Path) -> None:
     )
     out = run(tmp_path, "-c", FIRST)
     assert "('model.layers.0.mlp.experts', 'model.layers.1.mlp.experts') grouped, since fused: refused" in out
+
+
+def test_transformers_switch(tmp_path: Path) -> None:
+    assert "torch.Size([1, 12])" in run(tmp_path, "-c", SWITCH)
 
 
 def test_the_trainer_on_two_ranks(tmp_path: Path) -> None:
