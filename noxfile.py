@@ -271,7 +271,9 @@ def tests(session: nox.Session) -> None:
         "MEGA_MOE_REQUIRE_TRAINERS": "1",
         "CUDACXX": str(build.env["CUDACXX"]),
     }
-    use.run("pytest", *session.posargs, env={**promised, **SHARED_CORES})
+    # Two processes: half of the time of tests is that of processes which start. A file's tests share what they set up.
+    parallel = ("-n", "2", "--dist", "loadfile")
+    use.run("pytest", *parallel, *session.posargs, env={**promised, **SHARED_CORES})
 
 
 @nox.session

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,13 @@ def site(wheels: Path, tmp_path: Path) -> Path:
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Without the settings of this machine: what is asked of the index shows what the index says."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))}
-    clean = {"PIP_CONFIG_FILE": os.devnull, "UV_NO_CONFIG": "1", "UV_CACHE_DIR": str(cwd / "cache")}
+    # UV_PYTHON: else uv starts every Python of the machine, to see which one it takes.
+    clean = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "UV_NO_CONFIG": "1",
+        "UV_CACHE_DIR": str(cwd / "cache"),
+        "UV_PYTHON": sys.executable,
+    }
     return subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -154,7 +161,6 @@ def project(folder: Path, address: str, source: str) -> Path:
         f"[tool.uv]\nenvironments = [\"sys_platform == 'linux' and platform_machine == '{platform.machine()}'\"]\n"
         f"[tool.uv.sources]\nmega-moe = {source}\n"
         f'[[tool.uv.index]]\nname = "mega-moe-cu130"\nurl = "{address}/cu130/"\nexplicit = true\n'
-        f'[[tool.uv.index]]\nname = "torch"\nurl = "{address}/torch/"\ndefault = true\n'
     )
     return folder
 
@@ -165,13 +171,14 @@ def test_uv_locks_and_syncs(site: Path, tmp_path: Path, how: str) -> None:
         url = f"{address}/cu130/mega-moe/mega_moe-0.1.0%2Bcu130-{TAGS}.whl"
         source = '{ index = "mega-moe-cu130" }' if how == "index" else f'{{ url = "{url}" }}'
         trainer = project(tmp_path / "trainer", address, source)
-        locked = uv(trainer, "lock")
+        locked = uv(trainer, "lock", "--default-index", f"{address}/torch/")
         assert locked.returncode == 0, locked.stderr
         lock = (trainer / "uv.lock").read_text()
         sums = (site / "SHA256SUMS").read_text()
         digest = next(line.split()[0] for line in sums.splitlines() if "0.1.0+cu130" in line)
         assert 'version = "0.1.0+cu130"' in lock
         assert f"sha256:{digest}" in lock
+        assert set(re.findall(r'https?://[^/"]+', lock)) == {address}  # nothing comes from elsewhere
         done = uv(trainer, "sync", "--frozen")
         assert done.returncode == 0, done.stderr
         (packages,) = (trainer / ".venv/lib").glob("python*/site-packages")
@@ -186,10 +193,10 @@ def test_uv_locks_and_syncs(site: Path, tmp_path: Path, how: str) -> None:
 def test_uv_moves_to_another_cuda_version(site: Path, tmp_path: Path) -> None:
     with served(site) as (address, _):
         trainer = project(tmp_path / "trainer", address, '{ index = "mega-moe-cu130" }')
-        assert uv(trainer, "lock").returncode == 0
+        assert uv(trainer, "lock", "--default-index", f"{address}/torch/").returncode == 0
         settings = trainer / "pyproject.toml"
         settings.write_text(settings.read_text().replace("cu130", "cu129"))
-        done = uv(trainer, "lock")
+        done = uv(trainer, "lock", "--default-index", f"{address}/torch/")
         assert done.returncode == 0, done.stderr
         assert 'version = "0.1.0+cu129"' in (trainer / "uv.lock").read_text()
 
