@@ -120,7 +120,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     p.pool_rows = local.pool_rows;
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
-    p.clamp = problem.clamp;
+    p.activation = {ActivationKind::kSwiglu, problem.clamp, 0.0f};
     p.first_per_warp = first_rows_per_warp(local, launch);
     p.delay_seed = problem.delay_seed;
     p.trace = trace_buffer(problem.trace, problem.trace_bytes, launch.ctas);

@@ -6,7 +6,6 @@ import functools
 import json
 import platform
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,13 +91,5 @@ def require() -> Any:
 
 @functools.cache
 def variants() -> tuple[dict[str, Any], ...]:
-    """The compiled kernels that variants.toml of the wheel lists; empty when the file is missing."""
-    path = _FOLDER / "variants.toml"
-    if not path.is_file():
-        return ()
-    # Here, since its regular expressions cost the import of the package a tenth of its time.
-    if sys.version_info >= (3, 11):
-        import tomllib as _toml
-    else:
-        import tomli as _toml
-    return tuple(_toml.loads(path.read_text())["variant"])
+    """The compiled kernels that variants.json of the wheel lists; empty when the file is missing."""
+    return tuple(_json("variants.json").get("variants", ()))

@@ -182,8 +182,8 @@ def test_a_missing_library_is_a_fact_with_its_path(folder: Path) -> None:
 
 def test_a_file_that_is_no_library_is_a_fact(folder: Path) -> None:
     (folder / "mega_moe_ops.so").write_bytes(b"\x7fELF, but not really")
-    (folder / "variants.toml").write_text(
-        '[[variant]]\nop = "forward"\narchitecture = "90a"\nprecision = "bf16"\n'
+    (folder / "variants.json").write_text(
+        '{"variants": [{"op": "forward", "architecture": "90a", "precision": "bf16"}]}'
     )
     fact = collect("cpu")
     assert not fact.library_loaded
@@ -207,8 +207,8 @@ def test_a_library_that_loads_brings_its_record(folder: Path, monkeypatch: pytes
     (folder / "build.json").write_text(
         json.dumps({"cuda": "13.0", "architectures": ["90a"], "kernels_sha256": "abc", "version": "1"})
     )
-    (folder / "variants.toml").write_text(
-        '[[variant]]\nname = "s"\nop = "stage"\narchitecture = "90a"\nprecision = "fp8"\nhidden_multiple = 128\n'
+    (folder / "variants.json").write_text(
+        '{"variants": [{"op": "stage", "architecture": "90a", "precision": "fp8", "hidden_multiple": 128}]}'
     )
     monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
     fact = collect("cpu")
