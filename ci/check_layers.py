@@ -32,7 +32,7 @@ WORDS = {"mega_moe/activation.h", "mega_moe/limits.h", "mega_moe/mode.h"}
 # Order within device/, highest first; those on one line do not know each other.
 DEVICE_ORDER: list[set[str]] = [
     {"kernel"},
-    {"sm90"},
+    {"sm"},  # sm90 and its like: what knows one architecture's tensor core
     {"combine", "dispatch"},
     {"quantize", "schedule"},
     {"route"},
@@ -40,6 +40,7 @@ DEVICE_ORDER: list[set[str]] = [
     {"common"},
     {"ptx"},
 ]
+ARCHITECTURE = re.compile(r"sm\d+")
 # Headers of device/ptx/ that only the folder of an architecture may see, by prefix of the name.
 TENSOR_CORE = {"wgmma": "sm90"}
 # Headers from outside, by prefix, and the only layers that may see them. The standard library's have no suffix.
@@ -76,8 +77,9 @@ def include_name(path: Path) -> str:
 
 
 def device_level(path: Path) -> int | None:
+    folder = "sm" if ARCHITECTURE.fullmatch(path.parts[1]) else path.parts[1]
     for level, names in enumerate(DEVICE_ORDER):
-        if path.parts[1] in names:
+        if folder in names:
             return level
     return None
 

@@ -35,7 +35,9 @@ else:
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 AARCH64 = b"\xb7\x00"  # the machine in an ELF header
-INSTANCE = re.compile(r'#include "(?P<header>[^"]+)".*&(?P<kernel>device::.*)\);', re.DOTALL)
+INSTANCE = re.compile(
+    r"(?P<before>.*)layout::KernelFacts \w+\(\) \{.*?&(?P<kernel>device::[^)]*)\)", re.DOTALL
+)
 
 
 def commands(build: Path) -> list[dict[str, str]]:
@@ -83,11 +85,9 @@ def kernel_faults(
         if match is None:
             return [f"{path.name}: not an instance as generate.py writes it"]
         # A variable that holds its address makes the compiler build the instance, as the launcher's table does.
-        entry_point = f"namespace mega_moe {{ __device__ auto* entry = &{match['kernel']}; }}\n"
+        source = f"{match['before']}__device__ auto* entry = &{match['kernel']};\n}}\n"
         target = f"--gpu-architecture=sm_{path.parent.name}"
-        fine, log = nvrtc.compile_kernel(
-            compiler, f'#include "{match["header"]}"\n{entry_point}', [target, *options]
-        )
+        fine, log = nvrtc.compile_kernel(compiler, source, [target, *options])
         if not fine:
             return [f"{path.name}: {line}" for line in log.splitlines() if "error" in line][:3] or [
                 f"{path.name}: {log.strip()[-300:]}"
@@ -113,7 +113,7 @@ def check_cu129(build: Path) -> tuple[list[str], str]:
         "-std=c++17",
         "-default-device",
         "--ptxas-options=-v",
-        *(f"-I{path}" for path in [KERNELS, *includes]),
+        *(f"-I{path}" for path in [KERNELS, KERNELS / "include", *includes]),
     ]
     faults = list(kernel_faults(kernels, budgets, options))
     current = toolkit_include(files)

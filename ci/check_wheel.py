@@ -21,17 +21,12 @@ import finish_wheel
 import wheel_file
 from kernel_code import tool
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 NAME = re.compile(
     r"mega_moe-(?P<version>[\w.!+]+)-py3-none-manylinux_2_(?P<glibc>\d+)_(?P<machine>x86_64|aarch64)\.whl"
 )
 MAX_BYTES = 10_000_000
 LIBRARY = finish_wheel.LIBRARY
-VARIANTS = "mega_moe/_lib/variants.toml"
+VARIANTS = "mega_moe/_lib/variants.json"
 BUILD = finish_wheel.BUILD
 WHEEL_RECORD = finish_wheel.WHEEL_RECORD
 MUST_HOLD = ("mega_moe/__init__.py", "mega_moe/py.typed", LIBRARY, VARIANTS, BUILD, WHEEL_RECORD)
@@ -129,13 +124,13 @@ def architecture_faults(
     cubins: list[str], ptx: list[str], variants: str, build: dict[str, object]
 ) -> list[str]:
     """Cubins by file name as cuobjdump lists them, against both lists of architectures in the wheel."""
-    want = {variant["architecture"] for variant in tomllib.loads(variants)["variant"]}
+    want = {variant["architecture"] for variant in json.loads(variants)["variants"]}
     got = {match[1] for name in cubins if (match := re.search(r"\.sm_(\w+)\.cubin$", name))}
     faults = []
     if got != want:
-        faults.append(f"cubins are for {sorted(got)}, variants.toml lists {sorted(want)}")
+        faults.append(f"cubins are for {sorted(got)}, variants.json lists {sorted(want)}")
     if build.get("architectures") != sorted(want):
-        faults.append(f"build.json lists {build.get('architectures')}, variants.toml {sorted(want)}")
+        faults.append(f"build.json lists {build.get('architectures')}, variants.json {sorted(want)}")
     return faults + [f"holds PTX {name}, which would be compiled on the user's machine" for name in ptx]
 
 
@@ -148,11 +143,11 @@ def cuobjdump(option: str, library: Path) -> list[str]:
 
 def code_faults(variants: str, record: dict[str, object]) -> list[str]:
     """Whether wheel.json has the hash of the code of every variant, by which benchmark results are judged."""
-    want = sorted(variant["name"] for variant in tomllib.loads(variants)["variant"])
+    want = sorted(variant["name"] for variant in json.loads(variants)["variants"])
     code = record.get("code")
     got = sorted(code) if isinstance(code, dict) else code
     if not isinstance(code, dict) or got != want:
-        return [f"code in wheel.json is of {got}, variants.toml lists {want}"]
+        return [f"code in wheel.json is of {got}, variants.json lists {want}"]
     return [
         f"code in wheel.json is {digest!r} for {name}, must be 64 hex digits"
         for name, digest in code.items()

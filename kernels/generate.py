@@ -123,11 +123,12 @@ def layer_instance(variant: Variant) -> str:
     tile = ", ".join(str(variant[key]) for key in ("block_m", "block_n", "stages", "threads"))
     wgrad = WORDS["wgrad"][variant["wgrad"]] if op == "backward" else "Precision::kNone"
     mode = f"{wgrad}, {WORDS['saved'][variant['saved']]}, {str(variant['trace']).lower()}"
+    config = f"{kernel_prefix(variant).capitalize()}{precision.capitalize()}{op.capitalize()}Config"
     hidden, intermediate = multiples(variant)
     return LAYER_INSTANCE.format(
         name=variant["name"],
         kernel=f"{kernel_prefix(variant)}_{precision}_moe_{op}",
-        config=f"{kernel_prefix(variant).capitalize()}{precision.capitalize()}{op.capitalize()}Config<device::Tile<{tile}>, {mode}>",
+        config=f"{config}<device::Tile<{tile}>, {mode}>",
         hidden=hidden,
         intermediate=intermediate,
     )
@@ -156,14 +157,15 @@ def multiples(variant: Variant) -> tuple[int, int]:
     """What hidden and intermediate must be multiples of; 1 where an extent has no say.
 
     hidden: whole tiles of columns, 256 columns a step of combine, whole k-blocks of 128 bytes; scale factors of a row
-    that travels as e4m3 are whole vectors of 16 bytes, 512 columns. intermediate: whole tiles of h, whole k-blocks.
+    that travels as e4m3 are whole vectors of 16 bytes, 512 columns. intermediate: whole tiles of h, whole k-blocks of
+    e4m3 or pairs of bf16.
     """
     if variant["op"] not in LAYER_OPS:
         return variant.get("hidden_multiple", 1), 1
     fp8 = variant["precision"] == "fp8"
     k_block = 128 if fp8 else 64
     dispatched = 512 if fp8 and variant["op"] == "forward" else k_block
-    return math.lcm(variant["block_n"], 256, dispatched), math.lcm(variant["block_n"] // 2, k_block)
+    return math.lcm(variant["block_n"], 256, dispatched), math.lcm(variant["block_n"] // 2, 128)
 
 
 def load_variants(path: Path) -> list[Variant]:

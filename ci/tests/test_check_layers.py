@@ -70,6 +70,8 @@ def test_the_sources_pass() -> None:
         ("device/common/macros.cuh", '#include "device/comm/wait.cuh"', "may not know device/comm"),
         ("device/ptx/e4m3.cuh", '#include "device/common/macros.cuh"', "may not know device/common"),
         ("device/schedule/record.cuh", '#include "device/ptx/wgmma.cuh"', "the tensor core of sm90"),
+        ("device/sm100/new.cuh", '#include "device/ptx/wgmma.cuh"', "the tensor core of sm90"),
+        ("device/sm100/new.cuh", '#include "device/sm90/smem.cuh"', "may not know device/sm90"),
         ("device/extra/new.cuh", '#include "device/ptx/e4m3.cuh"', "without a place in the order"),
         ("layout/staging.h", '#include "device/common/macros.cuh"', "layout may include"),
         ("layout/staging.h", '#include "mega_moe/route.h"', "layout may include"),

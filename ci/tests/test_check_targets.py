@@ -50,8 +50,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (kernels / "variants.toml").write_text('[[variant]]\nname = "planted"\nspill_bytes = 0\n')
     instance = build / "generated/90a/planted.cu"
     instance.write_text(
-        '#include "device/kernel/planted.cuh"\nnamespace mega_moe {\nconst void* kernel_planted() '
-        "{ return reinterpret_cast<const void*>(&device::planted); }\n}\n"
+        '#include "device/kernel/planted.cuh"\nnamespace mega_moe {\nlayout::KernelFacts facts_planted() {\n'
+        "    return {reinterpret_cast<const void*>(&device::planted), 32};\n}\n}\n"
     )
     host = kernels / "host/planted.cpp"
     device = "--generate-code=arch=compute_90a,code=[sm_90a]"

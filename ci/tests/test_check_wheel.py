@@ -107,8 +107,8 @@ def test_the_built_wheel_passes(wheel: Path, tmp_path: Path) -> None:
             "the description links to docs/a.md, which the package index does not have",
         ),
         (replace("/WHEEL", "Root-Is-Purelib: false", "Root-Is-Purelib: true"), "WHEEL does not say"),
-        (replace("variants.toml", '"90a"', '"100a"'), "cubins are for ['90a'], variants.toml lists ['100a']"),
-        (replace("build.json", '"90a"', '"100a"'), "build.json lists ['100a'], variants.toml ['90a']"),
+        (replace("variants.json", '"90a"', '"100a"'), "cubins are for ['90a'], variants.json lists ['100a']"),
+        (replace("build.json", '"90a"', '"100a"'), "build.json lists ['100a'], variants.json ['90a']"),
         (replace("build.json", '"kernels_sha256"', '"sha"'), "build.json has"),
         (replace("wheel.json", '"sm90_route": "', '"route": "'), "code in wheel.json is of"),
         (replace("wheel.json", '"sm90_route": "', '"sm90_route": "-'), "for sm90_route, must be 64 hex"),
@@ -136,12 +136,12 @@ def test_refuses(
 
 def test_the_code_of_every_variant_is_hashed() -> None:
     """Without a wheel too: what is wrong with the hashes alone."""
-    variants = '[[variant]]\nname = "a"\n[[variant]]\nname = "b"\n'
+    variants = '{"variants": [{"name": "a"}, {"name": "b"}]}'
     right = {"a": "1" * 64, "b": "2" * 64}
     assert check_wheel.code_faults(variants, {"code": right}) == []
     for code in (None, "x", {"a": "1" * 64}, {**right, "c": "3" * 64}):
         (fault,) = check_wheel.code_faults(variants, {"code": code})
-        assert fault.endswith("variants.toml lists ['a', 'b']")
+        assert fault.endswith("variants.json lists ['a', 'b']")
     (fault,) = check_wheel.code_faults(variants, {"code": {**right, "b": "2"}})
     assert fault == "code in wheel.json is '2' for b, must be 64 hex digits"
 

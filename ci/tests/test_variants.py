@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +31,9 @@ def test_one_source_per_variant(
     names = [variant["name"] for variant in generate.load_variants(KERNELS / "variants.toml")]
     assert lines == [f"90a;{tmp_path / '90a' / name}.cu" for name in names]
     table = (tmp_path / "table" / "host" / "variant_table.inc").read_text()
-    assert all(f"&kernel_{name}}}" in table for name in names)
+    listed = json.loads((tmp_path / "variants.json").read_text())["variants"]
+    assert [variant["name"] for variant in listed] == names
+    assert all(f"&facts_{name}}}" in table for name in names)
 
 
 def test_keeps_what_did_not_change(generate: ModuleType, tmp_path: Path) -> None:
@@ -47,6 +50,10 @@ def test_keeps_what_did_not_change(generate: ModuleType, tmp_path: Path) -> None
         ('op = "clock_probe"', 'op = "probe"', "op is 'probe', must be one of"),
         ('architecture = "90a"', 'architecture = "100f"', "architecture is '100f', must be like '90a'"),
         ('precision = "fp8"', 'precision = "fp4"', "precision is 'fp4', must be one of"),
+        ('wgrad = "fp8"', 'wgrad = "none"', "wgrad is 'none', must be one of"),
+        ('saved = "gate_up"', 'saved = "x"', "saved is 'x', must be one of"),
+        ("trace = true", 'trace = "true"', "trace is 'true', must be of type bool"),
+        ("block_n = 256\n", "", "keys are"),
         ("spill_bytes = 0\n", "", "keys are"),
         ("spill_bytes = 0\n", "spill_bytes = 0\nstages = 4\n", "keys are"),
         ("threads = 256", 'threads = "256"', "threads is '256', must be of type int"),
@@ -59,3 +66,19 @@ def test_refuses(generate: ModuleType, tmp_path: Path, old: str, new: str, messa
     with pytest.raises(ValueError, match=r"variants\.toml: ") as error:
         generate.load_variants(path)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("op", "precision", "block_n", "want"),
+    [
+        ("forward", "bf16", 256, (256, 128)),
+        ("forward", "bf16", 128, (256, 128)),
+        ("forward", "fp8", 256, (512, 128)),
+        ("backward", "bf16", 256, (256, 128)),
+        ("backward", "fp8", 256, (256, 128)),
+    ],
+)
+def test_multiples_follow_from_the_tile(
+    generate: ModuleType, op: str, precision: str, block_n: int, want: tuple[int, int]
+) -> None:
+    assert generate.multiples({"op": op, "precision": precision, "block_n": block_n}) == want

@@ -260,7 +260,7 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     place_gradients(problem, local, workspace, parts, p);
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
-    p.clamp = problem.activation.clamp;
+    p.activation = problem.activation;
     p.spreads_rows = problem.dw_gate_up != nullptr || problem.dw_down != nullptr;
     // A warp that quantizes a row for each of its slots is slower than the products: all of them do it for
     // the first chunk.

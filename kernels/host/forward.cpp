@@ -122,7 +122,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     p.pool_rows = local.pool_rows;
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
-    p.clamp = problem.activation.clamp;
+    p.activation = problem.activation;
     p.first_per_warp = first_rows_per_warp(local, launch);
     p.delay_seed = problem.probes.delay_seed;
     p.trace = trace_buffer(problem.probes, launch.ctas);

@@ -52,15 +52,15 @@ struct BackwardParams : LayerParams {
     // With weights' gradients in e4m3; dz and h are in their pools. See layout/gradient_operands.h.
     std::byte* x_transposed;
     std::byte* dy_transposed;
-    float* gradient_scales;   // of each 128 rows
-    std::int64_t transposed;  // first word of its counters
+    float* gradient_scales;       // of each 128 rows
+    std::int64_t transposed;      // first word of its counters
+    std::int64_t partial_stride;  // elements of an expert's sums between parts
     GradientTarget dw_gate_up;
     GradientTarget dw_down;
-    std::int64_t partial_stride;  // elements of an expert's sums between parts
-    float* dtopk_parts;           // fp32 [pool rows, intermediate / 128]
-    float* dtopk;                 // the caller's, fp32 [num_tokens, top_k]
-    std::int64_t owner_dtopk;     // offset in each rank's symmetric buffer
-    std::int64_t dz_done;         // first words of the counters by kind
+    float* dtopk_parts;        // fp32 [pool rows, intermediate / 128]
+    float* dtopk;              // the caller's, fp32 [num_tokens, top_k]
+    std::int64_t owner_dtopk;  // offset in each rank's symmetric buffer
+    std::int64_t dz_done;      // first words of the counters by kind
     std::int64_t dx_done;
     std::int64_t gradients_done;
     std::int64_t turns;

@@ -4,6 +4,7 @@
 #include "layout/route_params.h"
 #include "layout/scale_rounding.h"
 #include "layout/trace.h"
+#include "mega_moe/activation.h"
 
 namespace mega_moe::layout {
 
@@ -57,10 +58,10 @@ struct LayerParams {
     std::int32_t hidden;
     std::int32_t intermediate;
     std::int32_t first_per_warp;  // tokens that each warp copies before the roles part
-    float clamp;                  // +inf: none
-    ScaleRounding rounding;       // of all that the kernel quantizes
-    std::uint32_t delay_seed;     // 0: none; else pauses in the communication roles, for tests
-    bool returns_rows;            // sums are wanted, on all ranks alike
+    Activation activation;
+    ScaleRounding rounding;    // of all that the kernel quantizes
+    std::uint32_t delay_seed;  // 0: none; else pauses in the communication roles, for tests
+    bool returns_rows;         // sums are wanted, on all ranks alike
     bool spreads_rows;  // where rows are quantized as they arrive: sums over rows read them in bf16 too
     TraceBuffer trace;
 };

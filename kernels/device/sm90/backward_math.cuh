@@ -1,12 +1,11 @@
 #pragma once
-#include <cmath>
 #include <cstdint>
 
 #include "device/schedule/backward_tile.cuh"
 #include "device/schedule/record.cuh"
+#include "device/sm90/epilogue/activate.cuh"
 #include "device/sm90/epilogue/saved_gate_up.cuh"
 #include "device/sm90/epilogue/store_rows.cuh"
-#include "device/sm90/epilogue/swiglu_backward.cuh"
 #include "device/sm90/stages.cuh"
 #include "device/sm90/wgrad_store.cuh"
 
@@ -110,10 +109,9 @@ class BackwardMath {
             std::uint32_t h[16];
             std::uint32_t* g = gate + 16 * block;
             std::uint32_t* u = up + 16 * block;
-            if (p.clamp < INFINITY)
-                swiglu_backward_block<true>(g, u, h, dh + 32 * block, weight, mask, p.clamp, dw);
-            else
-                swiglu_backward_block<false>(g, u, h, dh + 32 * block, weight, mask, p.clamp, dw);
+            with_activation(p.activation, [&](const auto& act) {
+                activation_backward_bf16(act, g, u, h, dh + 32 * block, weight, mask, dw);
+            });
             const int column = t.column + block * 64;
             const int row = t.pool_row + warp_row_;
             store_words(h, &p.h_store, column, row);

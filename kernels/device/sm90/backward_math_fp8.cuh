@@ -1,12 +1,11 @@
 #pragma once
-#include <cmath>
 #include <cstdint>
 
 #include "device/schedule/backward_tile.cuh"
 #include "device/schedule/record.cuh"
+#include "device/sm90/epilogue/activate.cuh"
 #include "device/sm90/epilogue/quantize_rows.cuh"
 #include "device/sm90/epilogue/store_rows.cuh"
-#include "device/sm90/epilogue/swiglu_backward.cuh"
 #include "device/sm90/stages_fp8.cuh"
 #include "device/sm90/wgrad_operands.cuh"
 #include "device/sm90/wgrad_store.cuh"
@@ -172,12 +171,10 @@ class Fp8BackwardMath {
             std::uint32_t words[16];
             float* dg_block = dh + 32 * block;
             float* du_block = du + 32 * block;
-            if (p.clamp < INFINITY)
-                swiglu_backward_wide<true>(gate + 16 * block, up + 16 * block, words, dg_block, du_block,
-                                           weight, mask, p.clamp, dw);
-            else
-                swiglu_backward_wide<false>(gate + 16 * block, up + 16 * block, words, dg_block, du_block,
-                                            weight, mask, p.clamp, dw);
+            with_activation(p.activation, [&](const auto& act) {
+                activation_backward_fp32(act, gate + 16 * block, up + 16 * block, words, dg_block, du_block,
+                                         weight, mask, dw);
+            });
             const int column = t.column + block * 64;
             store_words(words, p.h_pool, p.intermediate, column, row);
             round_block(words, dg_block, mask);
@@ -206,12 +203,10 @@ class Fp8BackwardMath {
         std::uint32_t h[32];
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
-            if (p.clamp < INFINITY)
-                swiglu_backward_wide<true>(gate + 16 * block, up + 16 * block, h + 16 * block,
-                                           dh + 32 * block, du + 32 * block, weight, kAll, p.clamp, dw);
-            else
-                swiglu_backward_wide<false>(gate + 16 * block, up + 16 * block, h + 16 * block,
-                                            dh + 32 * block, du + 32 * block, weight, kAll, p.clamp, dw);
+            with_activation(p.activation, [&](const auto& act) {
+                activation_backward_fp32(act, gate + 16 * block, up + 16 * block, h + 16 * block,
+                                         dh + 32 * block, du + 32 * block, weight, kAll, dw);
+            });
         }
         const int row = t.pool_row + warp_row();
         store_dtopk(t, dw, row, lane);

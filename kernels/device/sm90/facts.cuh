@@ -1,6 +1,4 @@
 #pragma once
-#include <numeric>
-
 #include "device/sm90/mma/operand.cuh"
 #include "layout/layer_shared.h"
 #include "layout/staging.h"
@@ -18,6 +16,13 @@ inline constexpr int kSharedBytesOfBlock = 232448;
 
 constexpr bool is_power_of_two(int n) {
     return n > 0 && (n & (n - 1)) == 0;
+}
+
+constexpr int least_common_multiple(int a, int b) {
+    int multiple = a;
+    while (multiple % b != 0)
+        multiple += a;
+    return multiple;
 }
 
 template <class Mode, class T>
@@ -42,10 +47,13 @@ struct LayerFacts : Mode {
 
     // Of hidden: whole tiles of columns, whole steps of combine, whole k-blocks; where rows travel as e4m3,
     // their scale factors are whole vectors of 16 bytes.
-    static constexpr int kHiddenMultiple = std::lcm(std::lcm(kBlockN, layout::kCombineColumns),
-                                                    Mode::kDispatchesFp8 ? 4 * layout::kQuantGroup : kBlockK);
-    // Of intermediate: whole tiles of h, whole k-blocks.
-    static constexpr int kIntermediateMultiple = std::lcm(kGateUpColumns, kBlockK);
+    static constexpr int kHiddenMultiple =
+        least_common_multiple(least_common_multiple(kBlockN, layout::kCombineColumns),
+                              Mode::kDispatchesFp8 ? 4 * layout::kQuantGroup : kBlockK);
+    // Of intermediate: whole tiles of h, whole k-blocks, and two of bf16, in the second of which a math warp
+    // signals what it stored before.
+    static constexpr int kIntermediateMultiple =
+        least_common_multiple(kGateUpColumns, Mode::kFp8 ? kBlockK : 2 * kBlockK);
 
     static_assert(kBlockM == layout::kTileRows,
                   "block_m: tiles, row blocks and scale factors of the pools are laid out for 128 rows");

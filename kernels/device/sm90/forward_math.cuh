@@ -1,12 +1,11 @@
 #pragma once
-#include <cmath>
 #include <cstdint>
 
 #include "device/schedule/forward.cuh"
 #include "device/schedule/record.cuh"
+#include "device/sm90/epilogue/activate.cuh"
 #include "device/sm90/epilogue/saved_gate_up.cuh"
 #include "device/sm90/epilogue/store_rows.cuh"
-#include "device/sm90/epilogue/swiglu.cuh"
 #include "device/sm90/stages.cuh"
 
 namespace mega_moe::device::sm90 {
@@ -68,11 +67,7 @@ __device__ __forceinline__ void multiply_tiles(const layout::ForwardParams& p, c
                                                 t.slot + first_row, t.column / layout::kSavedColumns,
                                                 p.intermediate / layout::kSavedColumns, math_warp % 4, lane));
             }
-            // Five instructions of fifteen per element, which without a clamp do nothing.
-            if (p.clamp < INFINITY)
-                swiglu_tile<true>(d, weight, p.clamp);
-            else
-                swiglu_tile<false>(d, weight, p.clamp);
+            with_activation(p.activation, [&](const auto& act) { activate_tile<true>(act, d, weight); });
             store_rows<C::kGateUpColumns / 64>(d, &p.h_store, buffer, t.column, t.pool_row + warp_row, lane);
             signal.counter += p.gate_up_done;
         }

@@ -1,12 +1,11 @@
 #pragma once
-#include <cmath>
 #include <cstdint>
 
 #include "device/schedule/forward.cuh"
 #include "device/schedule/record.cuh"
+#include "device/sm90/epilogue/activate.cuh"
 #include "device/sm90/epilogue/quantize_rows.cuh"
 #include "device/sm90/epilogue/store_rows.cuh"
-#include "device/sm90/epilogue/swiglu.cuh"
 #include "device/sm90/stages_fp8.cuh"
 #include "layout/scale_runs.h"
 
@@ -65,10 +64,7 @@ __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams
     }
     const float weight[2] = {__shfl_sync(ptx::kAllLanes, lane_weight, lane / 4),
                              __shfl_sync(ptx::kAllLanes, lane_weight, lane / 4 + 8)};
-    if (p.clamp < INFINITY)
-        swiglu_tile<true, false>(d, weight, p.clamp);
-    else
-        swiglu_tile<false, false>(d, weight, p.clamp);
+    with_activation(p.activation, [&](const auto& act) { activate_tile<false>(act, d, weight); });
     const std::int64_t run =
         layout::scale_run(t.pool_row, t.column_block, p.intermediate / layout::kQuantGroup);
     quantize_rows(d, weight, p.rounding, &p.h_store, buffer, shared.store_scales(math_warp), t.column,
@@ -78,8 +74,8 @@ __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams
 
 // One warpgroup: its part of this CTA's tiles.
 template <class C>
-__device__ __forceinline__ void multiply_quantized_tiles(const layout::ForwardParams& p,
-                                                         const Smem<C>& shared, Tracer<C::kTrace>& tracer) {
+__device__ __forceinline__ void multiply_tiles_fp8(const layout::ForwardParams& p, const Smem<C>& shared,
+                                                   Tracer<C::kTrace>& tracer) {
     const int lane = static_cast<int>(ptx::lane_id());
     const int math_warp = static_cast<int>(ptx::from_lane(ptx::thread_id() / 32, 0)) - 4;
     const int first_row = math_warp / 4 * layout::kRowBlock;  // of the tile

@@ -2,13 +2,12 @@
 #include <cstdint>
 
 #include "device/common/ring_cursor.cuh"
+#include "device/common/role_smem.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/mbarrier.cuh"
-#include "device/ptx/shared_address.cuh"
 #include "device/sm90/facts.cuh"
 #include "device/sm90/mma/operand.cuh"
 #include "layout/layer_shared.h"
-#include "layout/tiles.h"
 
 namespace mega_moe::device::sm90 {
 
@@ -18,24 +17,16 @@ inline constexpr int kColumnScaleBytes = 16;  // of a stage's first and second 1
 
 // Byte offsets in a CTA's shared memory, from a multiple of 1024 on, from which the 128-byte swizzle counts.
 // The stages come first; the routing phase uses everything below `ring` before they are filled.
-struct SmemOffsets {
+struct SmemOffsets : RoleSmemOffsets {
     int store;
-    int pull;
     int x_scales;    // of a forward in fp8 alone
     int row_scales;  // of either direction in fp8, as the next two
     int column_scales;
     int store_scales;
-    int factors;  // of wgrad in fp8: reciprocal scale factors of 256 columns
-    int amax;     // twice what each warp's part of 128 x 128 elements has
-    int pull_scales;
-    int pieces;
-    int ring;
-    int mailbox;  // uint32 [kMailbox]
-    int barriers;
-    int num_barriers;
-    int epoch;  // uint64
-    int state;  // two words
-    int total;  // to ask for, whatever the start of the CTA's shared memory is
+    int factors;         // of wgrad in fp8: reciprocal scale factors of 256 columns
+    int amax;            // twice what each warp's part of 128 x 128 elements has
+    int stage_barriers;  // of full and of empty stages
+    int total;           // to ask for, whatever the start of the CTA's shared memory is
 };
 
 template <class Facts>
@@ -58,10 +49,9 @@ constexpr SmemOffsets smem_offsets(int pull_buffers, int pull_bytes) {
     s.pieces = s.pull_scales + (dispatches_fp8 ? pull_buffers * (pull_bytes / layout::kQuantGroup * 4) : 0);
     s.ring = s.pieces + (dispatches_fp8 ? (layout::kPullPieces * layout::kPullPieceBytes + 15) / 16 * 16 : 0);
     s.mailbox = s.ring + layout::kTileRing * layout::kTileRecordBytes;
-    s.barriers = s.mailbox + layout::kMailbox * 4;
-    // Full and empty stages, full and empty ring, mailbox, pull buffers.
-    s.num_barriers = 2 * stages + 2 * layout::kTileRing + layout::kMailbox + pull_buffers;
-    s.epoch = s.barriers + 8 * s.num_barriers;
+    s.stage_barriers = s.mailbox + layout::kMailbox * 4;
+    s.role_barriers = s.stage_barriers + 8 * 2 * stages;
+    s.epoch = s.role_barriers + 8 * (2 * layout::kTileRing + layout::kMailbox + pull_buffers);
     s.state = s.epoch + 8;
     s.total = 1024 + s.state + 16;
     return s;
@@ -71,27 +61,20 @@ constexpr SmemOffsets smem_offsets(int pull_buffers, int pull_bytes) {
 constexpr bool is_aligned(const SmemOffsets& s) {
     return s.store % 1024 == 0 && s.pull % 16 == 0 && s.x_scales % 128 == 0 && s.row_scales % 16 == 0 &&
            s.column_scales % 16 == 0 && s.store_scales % 16 == 0 && s.factors % 8 == 0 && s.amax % 4 == 0 &&
-           s.pull_scales % 16 == 0 && s.ring % 16 == 0 && s.barriers % 8 == 0 && s.epoch % 8 == 0;
+           s.pull_scales % 16 == 0 && s.ring % 16 == 0 && s.stage_barriers % 8 == 0 && s.epoch % 8 == 0;
 }
 
-// Where things lie in a CTA's shared memory, as shared addresses.
+// As shared addresses.
 template <class C>
-struct Smem {
-    std::uint32_t base;
-    std::byte* generic;  // the same place
+struct Smem : RoleSmem<C> {
+    using RoleSmem<C>::base;
 
-    __device__ __forceinline__ explicit Smem(std::byte* raw) {
-        const std::uint32_t start = ptx::shared_address(raw);
-        base = (start + 1023) & ~1023u;
-        generic = raw + (base - start);
-    }
+    __device__ __forceinline__ explicit Smem(std::byte* raw) : RoleSmem<C>(raw) {}
+
     __device__ __forceinline__ std::uint32_t a(int stage) const { return base + stage * C::kStageBytes; }
     __device__ __forceinline__ std::uint32_t b(int stage) const { return a(stage) + C::kBytesA; }
     __device__ __forceinline__ std::uint32_t store_buffer(int warp) const {
         return base + C::kAt.store + warp * kStoreBytes;
-    }
-    __device__ __forceinline__ std::uint32_t pull_buffer(int i) const {
-        return base + C::kAt.pull + i * C::kPullBytes;
     }
     // Scale factors, in fp8 alone.
     __device__ __forceinline__ std::uint32_t x_scales(int buffer) const {
@@ -112,43 +95,10 @@ struct Smem {
     __device__ __forceinline__ std::uint32_t amax(int buffer) const {
         return base + C::kAt.amax + buffer * C::kMathWarps * 4;
     }
-    __device__ __forceinline__ std::uint32_t pull_scales(int buffer) const {
-        return base + C::kAt.pull_scales + buffer * (C::kPullBytes / layout::kQuantGroup * 4);
+    __device__ __forceinline__ std::uint32_t full(int stage) const {
+        return base + C::kAt.stage_barriers + 8 * stage;
     }
-    __device__ __forceinline__ std::uint32_t* piece(int i) const {
-        return reinterpret_cast<std::uint32_t*>(generic + C::kAt.pieces + i * layout::kPullPieceBytes);
-    }
-    __device__ __forceinline__ std::byte* record(int i) const {
-        return generic + C::kAt.ring + i * layout::kTileRecordBytes;
-    }
-    __device__ __forceinline__ std::uint32_t barrier(int i) const { return base + C::kAt.barriers + 8 * i; }
-    __device__ __forceinline__ std::uint32_t full(int stage) const { return barrier(stage); }
-    __device__ __forceinline__ std::uint32_t empty(int stage) const { return barrier(C::kStages + stage); }
-    __device__ __forceinline__ std::uint32_t ring_full(int i) const { return barrier(2 * C::kStages + i); }
-    __device__ __forceinline__ std::uint32_t ring_empty(int i) const { return ring_full(C::kRing + i); }
-    __device__ __forceinline__ std::uint32_t mailbox_barrier(int i) const {
-        return ring_full(2 * C::kRing + i);
-    }
-    __device__ __forceinline__ std::uint32_t pulled(int i) const {
-        return mailbox_barrier(layout::kMailbox + i);
-    }
-    __device__ __forceinline__ std::uint32_t mailbox_word(int i) const {
-        return base + C::kAt.mailbox + 4 * i;
-    }
-    __device__ __forceinline__ std::uint32_t* mailbox_value(int i) const {
-        return reinterpret_cast<std::uint32_t*>(generic + C::kAt.mailbox) + i;
-    }
-    // Words by which the CTAs of a cluster tell each other that they have the tables.
-    __device__ __forceinline__ std::uint32_t state_address(int i) const {
-        return base + C::kAt.state + 4 * i;
-    }
-    // Number of the launch.
-    __device__ __forceinline__ std::uint64_t* epoch() const {
-        return reinterpret_cast<std::uint64_t*>(generic + C::kAt.epoch);
-    }
-    __device__ __forceinline__ std::uint32_t* state() const {
-        return reinterpret_cast<std::uint32_t*>(generic + C::kAt.state);
-    }
+    __device__ __forceinline__ std::uint32_t empty(int stage) const { return full(C::kStages + stage); }
 
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < C::kStages; ++i) {
@@ -157,14 +107,7 @@ struct Smem {
             // The warps that read the stage, of both CTAs: the loads of either fill both.
             ptx::mbarrier_init(empty(i), C::kMathWarps * C::kClusterSize);
         }
-        for (int i = 0; i < C::kRing; ++i) {
-            ptx::mbarrier_init(ring_full(i), 1);
-            ptx::mbarrier_init(ring_empty(i), 1 + C::kMathWarps);  // the loading warp, the math warps
-        }
-        for (int i = 0; i < layout::kMailbox; ++i)
-            ptx::mbarrier_init(mailbox_barrier(i), 1);
-        for (int i = 0; i < C::kPullBuffers; ++i)
-            ptx::mbarrier_init(pulled(i), 1);
+        this->init_role_barriers(1 + C::kMathWarps);  // the loading warp, the math warps
         ptx::fence_mbarrier_init();
     }
 };
