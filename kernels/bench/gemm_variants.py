@@ -70,7 +70,7 @@ def load_variants(path: Path) -> list[Variant]:
 
 
 def source(variant: Variant) -> str:
-    major_a, major_b = (f"device::Major::{MAJORS[major]}" for major in variant["majors"])
+    major_a, major_b = (f"device::sm90::Major::{MAJORS[major]}" for major in variant["majors"])
     arguments = ", ".join(
         [
             f"Element::{ELEMENTS[variant['element']]}",

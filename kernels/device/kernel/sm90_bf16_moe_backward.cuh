@@ -100,8 +100,10 @@ __device__ __forceinline__ void bf16_moe_backward(const layout::BackwardParams& 
         }
     } else {
         ptx::grow_registers<C::kMathRegisters>();
-        Tracer<C::kTrace> tracer(p.trace, warp < 8 ? TraceRole::kMath0 : TraceRole::kMath1,
-                                 ptx::thread_id() % sm90::kWarpgroupThreads == 0);
+        Tracer<C::kTrace> tracer(
+            p.trace,
+            warp < sm90::kFirstMathWarp + layout::kStoringWarps ? TraceRole::kMath0 : TraceRole::kMath1,
+            ptx::thread_id() % sm90::kWarpgroupThreads == 0);
         sm90::BackwardMath<C>(p, shared).run(tracer);
         Combiner<C, DtopkPiggyback>(p, epoch, {p}).run(tracer);
     }

@@ -108,8 +108,10 @@ __device__ __forceinline__ void fp8_moe_backward(const layout::BackwardParams& p
         }
     } else {
         ptx::grow_registers<C::kMathRegisters>();
-        Tracer<C::kTrace> tracer(p.trace, warp < 8 ? TraceRole::kMath0 : TraceRole::kMath1,
-                                 ptx::thread_id() % sm90::kWarpgroupThreads == 0);
+        Tracer<C::kTrace> tracer(
+            p.trace,
+            warp < sm90::kFirstMathWarp + layout::kStoringWarps ? TraceRole::kMath0 : TraceRole::kMath1,
+            ptx::thread_id() % sm90::kWarpgroupThreads == 0);
         sm90::Fp8BackwardMath<C>(p, shared).run(tracer);
         Combiner<C, DtopkPiggyback>(p, epoch, {p}).run(tracer);
     }

@@ -95,8 +95,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_fp8_moe_forward(
         }
     } else {
         ptx::grow_registers<C::kMathRegisters>();
-        Tracer<C::kTrace> tracer(p.trace, warp < 8 ? TraceRole::kMath0 : TraceRole::kMath1,
-                                 ptx::thread_id() % sm90::kWarpgroupThreads == 0);
+        Tracer<C::kTrace> tracer(
+            p.trace,
+            warp < sm90::kFirstMathWarp + layout::kStoringWarps ? TraceRole::kMath0 : TraceRole::kMath1,
+            ptx::thread_id() % sm90::kWarpgroupThreads == 0);
         sm90::multiply_tiles_fp8<C>(p, shared, tracer);
         Combiner<C>(p, epoch).run(tracer);
     }

@@ -61,6 +61,8 @@ struct LayerFacts : Mode {
                   "threads: 128 + 128 for each 64 rows of block_m");
     static_assert(kBlockN % 128 == 0 && kBlockN <= 256,
                   "block_n: half of it is whole blocks of 64 columns, and wgmma takes 256 at most");
+    static_assert(kStages >= 2,
+                  "stages: one is released when the products of the next are under way, stages >= 2");
     static_assert(
         layout::kTileRing + kStages < layout::kMailbox,
         "stages: tickets on their way within a cluster, layout::kTileRing + stages < layout::kMailbox");
