@@ -50,7 +50,7 @@ def check_side_doors(root: Path) -> list[str]:
 
 
 def check_contracts(root: Path) -> subprocess.CompletedProcess[str]:
-    """import-linter over ROOT's own package, whatever is installed beside it."""
+    """import-linter over ROOT's own package, whatever is installed alongside it."""
     environment = {**os.environ, "PYTHONPATH": str(root / "python")}
     code = "import sys; from importlinter.cli import lint_imports_command as run; sys.argv[0] = 'lint-imports'; run()"
     return subprocess.run(

@@ -39,7 +39,7 @@ class Usage:
 
 
 def usages(log: str) -> list[Usage]:
-    """Memory that ptxas says each kernel takes beside registers."""
+    """Memory that ptxas says each kernel takes besides registers."""
     return [
         Usage(match["kernel"], int(match["stack"]), int(match["stores"]), int(match["loads"]))
         for match in USAGE.finditer(log)

@@ -2,7 +2,7 @@
 
     python ci/check_workflows.py [ROOT]
 
-Rules over ROOT/.github/workflows, beside what actionlint and zizmor know:
+Rules over ROOT/.github/workflows, besides what actionlint and zizmor know:
 - a job runs one nox session, defined in noxfile.py, and neither builds nor installs anything of the project itself;
 - actions are pinned by the 40 digits of a commit, with the version in a comment;
 - no permission is given to a whole workflow, each job names what it needs;

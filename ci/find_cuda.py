@@ -3,7 +3,7 @@
     CUDACXX=$(python ci/find_cuda.py)
 
 Looks at CUDACXX, at PATH, at CUDA_HOME, at the usual places, and at the compiler packages that pip may have installed
-beside this Python. Those lack two links that linkers and CMake look for; they are made here. Ends with status 1 and
+alongside this Python. Those lack two links that linkers and CMake look for; they are made here. Ends with status 1 and
 the list of packages to install when there is none.
 """
 

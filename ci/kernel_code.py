@@ -27,7 +27,7 @@ NOT_CODE = (
 
 
 def tool(name: str) -> str:
-    """Path of a program: of NVIDIA's packages, beside this Python, or on PATH."""
+    """Path of a program: of NVIDIA's packages, alongside this Python, or on PATH."""
     places = [str(TOOLS), sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
     found = shutil.which(name, path=os.pathsep.join(places))
     if found is None:

@@ -3,9 +3,9 @@
     python ci/make_index.py WHEELS_FOLDER OUT [--files-at ADDRESS]
 
 OUT/<label>/mega-moe/index.html (PEP 503) and index.json (PEP 691, for servers that negotiate) link each wheel with its
-sha256, the Pythons it wants and the sha256 of its metadata, which lies beside it (PEP 658). Wheels are copied into
+sha256, the Pythons it wants and the sha256 of its metadata, which lies alongside it (PEP 658). Wheels are copied into
 OUT/<label>/mega-moe/, or linked under ADDRESS where they are published as files of a release ({version} in it is the
-wheel's); their metadata is then written into WHEELS_FOLDER, to be published beside them.
+wheel's); their metadata is then written into WHEELS_FOLDER, to be published alongside them.
 OUT/SHA256SUMS lists all of them. Hashes are of the files themselves, so the index is made last, from what was uploaded.
 """
 
@@ -85,7 +85,7 @@ def entry(wheel: Wheel, files_at: str | None) -> dict[str, object]:
 
 
 def write_label(folder: Path, wheels: list[Wheel], files_at: str | None) -> None:
-    """The index of one label; its wheels and their metadata lie beside the page, unless they are at ADDRESS."""
+    """The index of one label; its wheels and their metadata lie alongside the page, unless they are at ADDRESS."""
     own = folder / PROJECT
     own.mkdir(parents=True)
     (folder / "index.html").write_text(page(folder.name, [f'<a href="{PROJECT}/">{PROJECT}</a><br>']))
@@ -100,8 +100,8 @@ def write_label(folder: Path, wheels: list[Wheel], files_at: str | None) -> None
     }
     (own / "index.json").write_text(json.dumps(listing, indent=1) + "\n")
     for wheel in wheels:
-        beside = own if files_at is None else wheel.path.parent
-        (beside / f"{wheel.path.name}.metadata").write_bytes(wheel.metadata)
+        alongside = own if files_at is None else wheel.path.parent
+        (alongside / f"{wheel.path.name}.metadata").write_bytes(wheel.metadata)
         if files_at is None:
             shutil.copyfile(wheel.path, own / wheel.path.name)
 

@@ -28,7 +28,7 @@ def lay_out(source: Path, out: Path) -> list[Path]:
     default = matrix.load().default
     for wheel in wheels:
         shutil.copyfile(wheel.path, out / wheel.path.name)
-        # The index links the wheels of the release, and looks for their metadata beside them.
+        # The index links the wheels of the release, and looks for their metadata alongside them.
         (out / f"{wheel.path.name}.metadata").write_bytes(wheel.metadata)
         if wheel.label == default:
             finish_wheel.strip_label(wheel.path, out)

@@ -41,7 +41,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         None,
     )
     if include is None or not (include / "cuda_runtime_api.h").is_file():
-        pytest.skip(f"{found} has no include folder beside it")
+        pytest.skip(f"{found} has no include folder alongside it")
     kernels, build = tmp_path / "kernels", tmp_path / "build"
     for folder in (kernels / "device/kernel", kernels / "host", kernels / "binding", build / "generated/90a"):
         folder.mkdir(parents=True)

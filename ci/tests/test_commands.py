@@ -22,7 +22,7 @@ INSTALL = "apt-get install one two\n"
 
 
 def ci_run(tmp_path: Path, readme: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """.ci/run beside `readme`; `path`: the only folder of programs."""
+    """.ci/run alongside `readme`; `path`: the only folder of programs."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
     (tmp_path / "README.md").write_text(readme)

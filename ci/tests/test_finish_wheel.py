@@ -19,7 +19,7 @@ COMMIT = "0123456789" * 4
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel in dist/ as the build writes it: no label, no platform, nothing beside the build's own files."""
+    """The wheel in dist/ as the build writes it: no label, no platform, nothing alongside the build's own files."""
     wheels = list((ROOT / "dist").glob("*.whl"))
     if len(wheels) != 1:
         pytest.skip(f"dist/ holds {len(wheels)} wheels, this needs the one that `nox -s wheel` builds")
@@ -145,7 +145,7 @@ def test_refuses_a_second_label(plain: Path, tmp_path: Path) -> None:
 
 
 def test_refuses_a_library_that_would_be_grafted(plain: Path, tmp_path: Path) -> None:
-    """A library from outside the list of manylinux, found beside the wheel's own: auditwheel would put it inside."""
+    """A library from outside the list of manylinux, found alongside the wheel's own: auditwheel would put it inside."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")

@@ -92,7 +92,7 @@ def test_pip_takes_the_wheel_of_the_label(site: Path, tmp_path: Path, label: str
         assert done.returncode == 0, done.stderr
         assert version_in(tmp_path / "new") == f"0.1.0+{label}"
         assert (tmp_path / "new/torch").is_dir()
-        # Metadata from beside the wheel: the choice costs no download.
+        # Metadata from alongside the wheel: the choice costs no download.
         assert any(path.endswith(".whl.metadata") for path in asked)
         done = pip(tmp_path / "newest", *indexes, "mega-moe")
         assert version_in(tmp_path / "newest") == f"0.2.0+{label}", done.stderr

@@ -42,10 +42,10 @@ Json = dict[str, Any]
 
 
 def tool(name: str) -> str | None:
-    """A program of PATH, or beside this Python, or of CUDA's packages there."""
+    """A program of PATH, or alongside this Python, or of CUDA's packages there."""
     packaged = [str(Path(folder) / "nvidia/cu13/bin") for folder in sys.path]
-    beside = [str(Path(sys.executable).parent), *packaged, "/usr/local/cuda/bin"]
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(beside))
+    alongside = [str(Path(sys.executable).parent), *packaged, "/usr/local/cuda/bin"]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(alongside))
 
 
 def build(folder: Path, jobs: int) -> Path:

@@ -50,7 +50,7 @@ SavedGateUp unpack_saved(const Checker& check, Operands& operands, const MaybeTe
     return {memory, rows};
 }
 
-// The tensors of either direction: x and the weights, and what fp8 has beside them.
+// The tensors of either direction: x and the weights, and what fp8 adds.
 struct Weights {
     const Tensor& w_gate_up;
     const MaybeTensor& w_down;

@@ -2,19 +2,20 @@
 
 namespace mega_moe::binding {
 
-void Operands::check(const char* name, const Tensor& tensor, Dtypes dtypes, Sizes sizes) {
+void Operands::check(const char* name, const Tensor& tensor, Dtypes dtypes, Sizes sizes, int64_t alignment) {
     check_.dims(name, tensor, static_cast<int64_t>(sizes.size()));
     check_.dtype(name, tensor, dtypes);
     int64_t dim = 0;
     for (const int64_t size : sizes)
         check_.size(name, tensor, dim++, size);
     check_.contiguous(name, tensor);
-    check_.aligned(name, reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()), 16);
+    check_.aligned(name, reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()), alignment);
     seen_.emplace_back(name, tensor);
 }
 
-const void* Operands::input(const char* name, const Tensor& tensor, Dtypes dtypes, Sizes sizes) {
-    check(name, tensor, dtypes, sizes);
+const void* Operands::input(const char* name, const Tensor& tensor, Dtypes dtypes, Sizes sizes,
+                            int64_t alignment) {
+    check(name, tensor, dtypes, sizes, alignment);
     return tensor.const_data_ptr();
 }
 
@@ -26,8 +27,9 @@ const void* Operands::input(const char* name, const MaybeTensor& tensor, Dtypes 
     return wanted ? input(name, *tensor, dtypes, sizes) : nullptr;
 }
 
-void* Operands::result(const char* name, const Tensor& tensor, Dtypes dtypes, Sizes sizes) {
-    check(name, tensor, dtypes, sizes);
+void* Operands::result(const char* name, const Tensor& tensor, Dtypes dtypes, Sizes sizes,
+                       int64_t alignment) {
+    check(name, tensor, dtypes, sizes, alignment);
     return tensor.mutable_data_ptr();
 }
 

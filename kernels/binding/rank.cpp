@@ -91,17 +91,17 @@ RankCall unpack_call(const Checker& check, const Words& words, Operands& operand
 
     RankCall call{};
     call.shape = shape;
-    call.inputs.topk_idx =
-        operands.input("topk_idx", topk_idx, {ScalarType::Int, ScalarType::Long}, {num_tokens, shape.top_k});
+    call.inputs.topk_idx = operands.input("topk_idx", topk_idx, {ScalarType::Int, ScalarType::Long},
+                                          {num_tokens, shape.top_k}, kByElement);
     if (topk_weights.has_value()) {
         call.inputs.topk_weights =
             operands.input("topk_weights", *topk_weights, {ScalarType::Float, ScalarType::BFloat16},
-                           {num_tokens, shape.top_k});
+                           {num_tokens, shape.top_k}, kByElement);
         call.weights_are_bf16 = topk_weights->scalar_type() == ScalarType::BFloat16;
         call.weighted = true;
     }
     call.summary = static_cast<int32_t*>(
-        operands.result("summary", summary, {ScalarType::Int}, {summary_length(shape)}));
+        operands.result("summary", summary, {ScalarType::Int}, {summary_length(shape)}, kByElement));
     call.buffers = buffers;
     call.workspace = reinterpret_cast<void*>(static_cast<std::uintptr_t>(words[kWorkspace]));
     call.record = reinterpret_cast<void*>(static_cast<std::uintptr_t>(words[kRecord]));

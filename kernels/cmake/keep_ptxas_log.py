@@ -1,4 +1,4 @@
-"""Compiler launcher: runs nvcc and keeps what it says in a file beside the build.
+"""Compiler launcher: runs nvcc and keeps what it says in a file of the build folder.
 
 keep_ptxas_log.py LOG_FOLDER nvcc ARGUMENTS...
 """

@@ -13,7 +13,7 @@
 namespace mega_moe {
 namespace {
 
-// Of each warp, so many that none are left; the count of those of all warps stays an int.
+// Rows to store by each warp: more than any tile has, and few enough that the sum over all warps is an int.
 constexpr std::int32_t kAllRows = 1 << 18;
 
 using Parts = layout::Layout<layout::kWorkspaceParts>;
@@ -181,8 +181,8 @@ void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& lo
     p.out = static_cast<std::byte*>(problem.dx);
     p.x_flags = symmetric[layout::kXFlags];
     p.sent_flags = symmetric[layout::kSentFlags];
-    p.owner_sums = symmetric[layout::kHome];
-    p.owner_dtopk = symmetric[layout::kHomeDtopk];
+    p.owner_sums = symmetric[layout::kOwnerSums];
+    p.owner_dtopk = symmetric[layout::kOwnerDtopk];
     p.pool_rows = local.pool_rows;
     p.dtopk_parts = reinterpret_cast<float*>(workspace + parts[layout::kDtopkPool]);
     p.dtopk = static_cast<float*>(problem.dtopk);
@@ -198,7 +198,7 @@ void place_counters(const layout::WorkspaceShape& local, const layout::KernelFac
     p.dz_done = p.arrived + blocks;
     p.dx_done = p.dz_done + blocks;
     p.gradients_done = layout::counter_of_gradients_done(local.max_slots(), local.chunks());
-    p.turns = layout::counter_of_turns(local.max_slots(), local.chunks());
+    p.parts = layout::counter_of_parts(local.max_slots(), local.chunks());
     p.transposed = local.counter_of_transposed();
     p.summed_done = p.needs_dx ? p.dx_done : p.dz_done;
     p.summed_wanted = static_cast<std::uint32_t>(

@@ -118,7 +118,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
         static_cast<std::uint32_t>(local.hidden / launch.kernel.block_n * layout::kStoringWarps);
     p.x_flags = symmetric[layout::kXFlags];
     p.sent_flags = symmetric[layout::kSentFlags];
-    p.owner_sums = symmetric[layout::kHome];
+    p.owner_sums = symmetric[layout::kOwnerSums];
     p.pool_rows = local.pool_rows;
     p.hidden = static_cast<std::int32_t>(local.hidden);
     p.intermediate = static_cast<std::int32_t>(local.intermediate);

@@ -13,8 +13,8 @@ Status prepare_launch(const VariantKey& key, int device, DeviceFacts& facts,
 Status launch_variant(const Variant& variant, const layout::KernelFacts& kernel, unsigned blocks,
                       int shared_bytes, void* parameter, void* stream) noexcept;
 
-// The same for kernels whose blocks wait for one another: refused by the driver unless all fit on the device
-// at once. In clusters of kernel.cluster_size.
+// Launches a kernel whose blocks wait for one another: refused by the driver unless all fit on the device at
+// once. In clusters of kernel.cluster_size.
 Status launch_cooperative(const Variant& variant, const layout::KernelFacts& kernel, unsigned blocks,
                           int shared_bytes, void* parameter, void* stream) noexcept;
 

@@ -11,7 +11,7 @@ namespace mega_moe {
 Status map_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                 std::uint32_t box_rows, layout::TensorMap& map) noexcept;
 
-// The same of e4m3, with boxes of 128 columns.
+// Row-major e4m3 [rows, columns], 16-byte aligned, as boxes of box_rows x 128 columns in that swizzle.
 Status map_e4m3_rows(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                      std::uint32_t box_rows, layout::TensorMap& map) noexcept;
 

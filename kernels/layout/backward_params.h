@@ -63,7 +63,7 @@ struct BackwardParams : LayerParams {
     std::int64_t dz_done;      // first words of the counters by kind
     std::int64_t dx_done;
     std::int64_t gradients_done;
-    std::int64_t turns;
+    std::int64_t parts;
     GradientTiles gradients;  // which are wanted
     bool needs_dx;            // on all ranks alike, as the next
     bool needs_dtopk;

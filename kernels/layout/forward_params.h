@@ -17,7 +17,7 @@ struct ForwardParams : LayerParams {
     TensorMap down_load;     // w_down as [num_local * hidden, intermediate], 128 rows
     TensorMap h_store;       // h pool, 16 rows
     TensorMap o_store;       // o pool, 16 rows
-    // Of a quantized layer: scale factors, fp32.
+    // Scale factors of fp8 operands, fp32.
     TensorMap x_scale_load;       // x_scale pool, rows of a tile, of kScaleBlocks k-blocks
     const float* gate_up_scales;  // [num_local, 2 * intermediate / 128, hidden / 128]
     const float* down_scales;     // [num_local, hidden / 128, intermediate / 128]

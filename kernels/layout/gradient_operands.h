@@ -46,7 +46,7 @@ struct GradientScales {
     MEGA_MOE_HD_CONSTEXPR int x() const { return dy() + hidden; }
     MEGA_MOE_HD_CONSTEXPR int h() const { return x() + pairs(hidden) * kPairScales; }
     MEGA_MOE_HD_CONSTEXPR int length() const { return h() + pairs(intermediate) * kPairScales; }
-    // Of a block of 128 columns, from x() or h() on.
+    // Offset of a block of 128 columns, counted from x() or h().
     static MEGA_MOE_HD_CONSTEXPR int of_block(int block) { return block / 2 * kPairScales + block % 2; }
 
     static constexpr int kPairScales = 4;  // two of them unused
@@ -67,7 +67,7 @@ struct TransposeTiles {
         return hidden % (4 * kTransposedEdge) == 0 ? 4 : 2;
     }  // of one tile
     MEGA_MOE_HD_CONSTEXPR int parts() const { return hidden / kTransposedEdge / blocks(); }
-    // Of 128 rows, as layout::cta_tile counts columns.
+    // Columns of 128 rows, as layout::cta_tile counts them.
     MEGA_MOE_HD_CONSTEXPR int columns() const {
         return (static_cast<int>(x) + static_cast<int>(dy)) * parts();
     }

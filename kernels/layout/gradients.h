@@ -71,7 +71,7 @@ struct GradientRun {
 };
 
 // Parts in the order of their units, so that experts are taken in the order in which they are finished. A
-// tile waits for rows that were told, and for the part before its own, whose tickets are lower.
+// tile waits for rows that were signalled, and for the part before its own, whose tickets are lower.
 //   Rows: int operator()(int unit), rows of the unit. All CTAs of a rank walk alike.
 class GradientWalk {
   public:
@@ -163,21 +163,21 @@ MEGA_MOE_HD_CONSTEXPR std::int64_t all_gradient_tiles(std::int64_t hidden, std::
 //   gradients_done  [max_chunks]: warps that are through with their part of a tile of the chunk's units that
 //   have
 //                   rows
-//   turns           [num_local][all_gradient_tiles]: warps that stored a part of the tile; without several
+//   parts           [num_local][all_gradient_tiles]: warps that stored a part of the tile; without several
 //   parts
 //                   none
 MEGA_MOE_HD_CONSTEXPR std::int64_t counter_of_gradients_done(std::int64_t max_slots,
                                                              std::int64_t max_chunks) {
     return (num_counters(max_slots, max_chunks) + kCounterLine - 1) / kCounterLine * kCounterLine;
 }
-MEGA_MOE_HD_CONSTEXPR std::int64_t counter_of_turns(std::int64_t max_slots, std::int64_t max_chunks) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t counter_of_parts(std::int64_t max_slots, std::int64_t max_chunks) {
     return counter_of_gradients_done(max_slots, max_chunks) +
            (max_chunks + kCounterLine - 1) / kCounterLine * kCounterLine;
 }
 MEGA_MOE_HD_CONSTEXPR std::int64_t num_backward_counters(std::int64_t max_slots, std::int64_t max_chunks,
                                                          std::int64_t num_local, std::int64_t tiles,
-                                                         bool turns) {
-    return counter_of_turns(max_slots, max_chunks) + (turns ? num_local * tiles : 0);
+                                                         bool parts) {
+    return counter_of_parts(max_slots, max_chunks) + (parts ? num_local * tiles : 0);
 }
 
 }  // namespace mega_moe::layout

@@ -6,4 +6,3 @@
 #else
 #define MEGA_MOE_HD_CONSTEXPR constexpr
 #endif
-#define MEGA_MOE_LAW MEGA_MOE_HD_CONSTEXPR

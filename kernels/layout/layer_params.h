@@ -22,7 +22,8 @@ struct ArrivedCodes {
     float* scales;     // [rows / 128][hidden / 128][128]: so a tile's of one k-block are one run
 };
 
-// The same of an only rank's tokens, which it quantizes before it routes: by token, and in its order.
+// Codes of a single rank's own tokens (EP=1), which it quantizes before it routes: by token, and in its
+// order.
 struct OwnCodes {
     std::byte* codes;  // e4m3 [num_tokens, hidden]; null: rows are quantized on arrival
     float* scales;     // [num_tokens, hidden / 128]

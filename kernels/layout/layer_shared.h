@@ -14,7 +14,8 @@ inline constexpr int kWarpRows = kRowBlock / kStoringWarps;
 inline constexpr int kCombineColumns = 256;
 // Columns of h whose part of a routing weight's gradient is one number.
 inline constexpr int kDtopkColumns = 128;
-// Pieces that are loading or stored and not yet told, what is known of each: its slots, and one more word.
+// Pieces that are loading or stored and not yet signalled, what is known of each: its slots, and one more
+// word.
 inline constexpr int kPullPieces = 7;
 inline constexpr int kPullPieceBytes = (kMaxSlotsPerToken + 1) * 4;
 // Scale factors of a tile's rows: of x in the forward for so many k-blocks at once, since a box of a tensor

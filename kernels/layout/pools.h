@@ -4,8 +4,9 @@
 #include "layout/host_device.h"
 #include "layout/routing.h"
 
-// Laws of the pools, where the rows of a chunk lie by slot, and of the counters that say how far each block
-// of rows is. A slot is numbered over all chunks; its row in a pool is that of its chunk's part of the pool.
+// Arithmetic of the pools, where the rows of a chunk lie by slot, and of the counters that say how far each
+// block of rows is. A slot is numbered over all chunks; its row in a pool is that of its chunk's part of the
+// pool.
 namespace mega_moe::layout {
 
 inline constexpr int kRowBlock = 64;  // rows that a warpgroup multiplies, and one counter covers
@@ -46,7 +47,7 @@ MEGA_MOE_HD_CONSTEXPR std::int64_t num_counters(std::int64_t max_slots, std::int
     return counter_of_arrived(max_chunks) + 3 * num_row_blocks(max_slots);
 }
 
-// First row of a chunk in the pools: chunks take turns.
+// First row of a chunk in the pools: chunks alternate between them.
 MEGA_MOE_HD_CONSTEXPR std::int64_t chunk_first_row(std::int64_t chunk, std::int64_t pool_rows) {
     return chunk % 2 * pool_rows;
 }

@@ -25,7 +25,7 @@ struct RouteState {
 struct RouteShared {
     std::int64_t state;
     std::int64_t counts;  // uint32 [columns]: counts of this CTA, later where its next entries go
-    std::int64_t rows;    // uint32 [warps][columns]: the same of each warp
+    std::int64_t rows;    // uint32 [warps][columns]: counts of each warp, later where its next entries go
     std::int64_t
         masks;  // uint32 [warps][3 * num_local]: lanes by column; the first row also serves the scans
     std::int64_t cta_rows;  // uint32 [kMaxCtas]: rows before each CTA, with several chunks only

@@ -3,7 +3,7 @@
 
 #include "layout/host_device.h"
 
-// Laws of the routing tables: units of work, columns of the counts, chunks, and the encodings of their
+// Arithmetic of the routing tables: units of work, columns of the counts, chunks, and the encodings of their
 // entries.
 namespace mega_moe::layout {
 
@@ -17,33 +17,33 @@ inline constexpr int kCtasPerGroup = 16;
 inline constexpr int kMaxGroups = kMaxCtas / kCtasPerGroup;
 
 // A division of 64-bit numbers is a function call on a GPU.
-MEGA_MOE_LAW int ceil_div(int a, int b) {
+MEGA_MOE_HD_CONSTEXPR int ceil_div(int a, int b) {
     return (a + b - 1) / b;
 }
 
-MEGA_MOE_LAW std::int64_t num_blocks(std::int64_t num_tokens) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t num_blocks(std::int64_t num_tokens) {
     return (num_tokens + kBlockTokens - 1) / kBlockTokens;
 }
 
-MEGA_MOE_LAW std::int64_t pad_rows(std::int64_t rows) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t pad_rows(std::int64_t rows) {
     return (rows + kPadRows - 1) / kPadRows * kPadRows;
 }
 
 // Columns of a count: rows per local expert; resident tokens by first and by last local expert; all rows; all
 // resident tokens. A token is resident on a rank that holds one of its experts.
-MEGA_MOE_LAW int column_of_first(int num_local) {
+MEGA_MOE_HD_CONSTEXPR int column_of_first(int num_local) {
     return num_local;
 }
-MEGA_MOE_LAW int column_of_last(int num_local) {
+MEGA_MOE_HD_CONSTEXPR int column_of_last(int num_local) {
     return 2 * num_local;
 }
-MEGA_MOE_LAW int column_of_rows(int num_local) {
+MEGA_MOE_HD_CONSTEXPR int column_of_rows(int num_local) {
     return 3 * num_local;
 }
-MEGA_MOE_LAW int column_of_residents(int num_local) {
+MEGA_MOE_HD_CONSTEXPR int column_of_residents(int num_local) {
     return 3 * num_local + 1;
 }
-MEGA_MOE_LAW int num_columns(int num_local) {
+MEGA_MOE_HD_CONSTEXPR int num_columns(int num_local) {
     return 3 * num_local + 2;
 }
 
@@ -51,25 +51,26 @@ MEGA_MOE_LAW int num_columns(int num_local) {
 // -----------------------------------------------------------------------------------------------------------
 // Where not all rows are one chunk, a chunk is the longest run of blocks that has at most so many rows, so
 // that its padded rows fit into one pool.
-MEGA_MOE_LAW std::int64_t chunk_limit(std::int64_t pool_rows, std::int64_t num_local) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t chunk_limit(std::int64_t pool_rows, std::int64_t num_local) {
     return pool_rows - num_local * (kPadRows - 1);
 }
 
 // Rows that are one chunk, whatever the limit of others, because both pools together hold them: an expert's
 // weights are then read once, and no sum of its gradients waits in memory for the next chunk.
-MEGA_MOE_LAW std::int64_t joined_limit(std::int64_t pool_rows, std::int64_t num_local) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t joined_limit(std::int64_t pool_rows, std::int64_t num_local) {
     return 2 * pool_rows - num_local * (kPadRows - 1);
 }
 
 // Two neighbours together exceed the limit, or they would be one chunk.
-MEGA_MOE_LAW std::int64_t max_chunks(std::int64_t max_rows, std::int64_t limit, std::int64_t blocks) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t max_chunks(std::int64_t max_rows, std::int64_t limit,
+                                              std::int64_t blocks) {
     const std::int64_t by_rows = 2 * (max_rows / (limit + 1)) + 1;
     return blocks < 1 ? 1 : by_rows < blocks ? by_rows : blocks;
 }
 
 // First slot of a chunk: at least the padded rows of the chunks before it, and found without counting those.
-MEGA_MOE_LAW std::int64_t chunk_first_slot(std::int64_t rows_before, std::int64_t chunk,
-                                           std::int64_t num_local) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t chunk_first_slot(std::int64_t rows_before, std::int64_t chunk,
+                                                    std::int64_t num_local) {
     return pad_rows(rows_before) + chunk * num_local * kPadRows;
 }
 
@@ -83,14 +84,14 @@ struct Work {
 
 inline constexpr int kMinTileTokens = 16;
 
-MEGA_MOE_LAW int max_tile_tokens(int threads, int num_ranks) {
+MEGA_MOE_HD_CONSTEXPR int max_tile_tokens(int threads, int num_ranks) {
     int tokens = kBlockTokens;
     while (tokens * num_ranks > threads)
         tokens /= 2;
     return tokens;
 }
 
-MEGA_MOE_LAW Work split_work(int most_tokens, int num_ctas, int threads, int num_ranks) {
+MEGA_MOE_HD_CONSTEXPR Work split_work(int most_tokens, int num_ctas, int threads, int num_ranks) {
     const int longest = max_tile_tokens(threads, num_ranks);
     const int share = ceil_div(most_tokens, num_ctas);
     if (share >= longest) return {longest, ceil_div(share, longest) * longest};
@@ -103,15 +104,9 @@ MEGA_MOE_LAW Work split_work(int most_tokens, int num_ctas, int threads, int num
 // --- encodings
 // --------------------------------------------------------------------------------------------------------
 // Where a row comes from: token, source rank, slot.
-MEGA_MOE_LAW std::uint32_t encode_source(std::uint32_t token, std::uint32_t rank, std::uint32_t slot) {
+MEGA_MOE_HD_CONSTEXPR std::uint32_t encode_source(std::uint32_t token, std::uint32_t rank,
+                                                  std::uint32_t slot) {
     return token | rank << 20 | slot << 25;
-}
-
-// Low word: token, source rank, number of its local rows minus 1; high word: where its slots start in
-// slot_list.
-MEGA_MOE_LAW std::uint64_t encode_resident(std::uint32_t token, std::uint32_t rank, std::uint32_t rows,
-                                           std::uint32_t first) {
-    return std::uint64_t{first} << 32 | encode_source(token, rank, rows - 1);
 }
 
 // What a rank says at the start of a launch: its number, what the rank calls, whether it refuses, its tokens.
@@ -121,16 +116,15 @@ inline constexpr std::uint64_t kHeaderCallMask = 7;
 inline constexpr std::uint64_t kHeaderRefused = std::uint64_t{1} << 20;
 inline constexpr std::uint64_t kHeaderTokens = kHeaderRefused - 1;
 
-// Ranks of one launch must call alike.
-inline constexpr std::uint32_t kRouteCall = 0;
+// Ranks of one launch must call alike; 0 is routing alone.
 inline constexpr std::uint32_t kForwardCall = 1;
 inline constexpr std::uint32_t kQuantizedForwardCall = 2;
-MEGA_MOE_LAW std::uint32_t backward_call(bool needs_dx, bool needs_dtopk) {
+MEGA_MOE_HD_CONSTEXPR std::uint32_t backward_call(bool needs_dx, bool needs_dtopk) {
     return 4 | (needs_dx ? 2u : 0u) | (needs_dtopk ? 1u : 0u);
 }
 
-MEGA_MOE_LAW std::uint64_t encode_header(std::uint64_t epoch, std::uint32_t call, bool refused,
-                                         std::uint64_t tokens) {
+MEGA_MOE_HD_CONSTEXPR std::uint64_t encode_header(std::uint64_t epoch, std::uint32_t call, bool refused,
+                                                  std::uint64_t tokens) {
     return epoch << kHeaderEpochShift | std::uint64_t{call} << kHeaderCallShift |
            (refused ? kHeaderRefused : 0) | (tokens < kHeaderTokens ? tokens : kHeaderTokens);
 }

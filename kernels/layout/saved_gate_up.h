@@ -10,7 +10,7 @@ namespace mega_moe::layout {
 
 inline constexpr int kSavedColumns =
     128;  // of gate, and as many of up, which a math warp holds of its 16 rows
-// Of a lane, 16 bytes each: a half of gate, a half of up.
+// 16-byte vectors that a lane saves: half of them gate, half of them up.
 inline constexpr int kSavedVectors = 16 * 2 * kSavedColumns / 32 / 8;
 inline constexpr int kSavedVectorBytes = 32 * 16;  // of all lanes
 

@@ -31,11 +31,11 @@ enum SymmetricPart {
     kPublishedIds,  // uint16 [2][max_tokens, top_k]: expert ids of launch n in bank n % 2
     kPublishedWeights,  // fp32 [2][max_tokens, top_k]
     kStaging,           // layout/staging.h
-    kXFlags,     // uint64 [num_ranks][max_blocks]: launch whose x of the block the rank has staged; zero
-    kSentFlags,  // uint64 [num_ranks][max_blocks]: launch whose sums of the block the rank has sent; zero
-    kHome,       // bf16 [max_tokens, num_ranks, hidden]: sums that ranks send to a token
-    kStagedDy,   // bf16 [max_tokens, hidden]
-    kHomeDtopk,  // fp32 [max_tokens, top_k]: gradients of routing weights, each from its expert's rank
+    kXFlags,      // uint64 [num_ranks][max_blocks]: launch whose x of the block the rank has staged; zero
+    kSentFlags,   // uint64 [num_ranks][max_blocks]: launch whose sums of the block the rank has sent; zero
+    kOwnerSums,   // bf16 [max_tokens, num_ranks, hidden]: sums that ranks send to a token
+    kStagedDy,    // bf16 [max_tokens, hidden]
+    kOwnerDtopk,  // fp32 [max_tokens, top_k]: gradients of routing weights, each from its expert's rank
     kSymmetricParts
 };
 
@@ -54,7 +54,7 @@ constexpr std::int64_t staging_bytes(const SymmetricShape& s) {
 
 constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     const std::int64_t slots = s.max_tokens * s.top_k;
-    const bool home = s.returns_rows();
+    const bool returns = s.returns_rows();
     const std::int64_t flags = s.num_ranks * num_blocks(s.max_tokens) * 8;
     LayoutBuilder<kSymmetricParts> builder(s.canaries);
     builder.add("control", kControlWordCount * 8);
@@ -63,11 +63,11 @@ constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     builder.add("published_ids", 2 * align_part(slots * 2));
     builder.add("published_weights", 2 * align_part(slots * 4));
     builder.add("staging", staging_bytes(s));
-    builder.add("x_flags", home ? flags : 0);
-    builder.add("sent_flags", home ? flags : 0);
-    builder.add("home", home ? s.max_tokens * s.num_ranks * s.hidden * 2 : 0);
-    builder.add("staged_dy", home && s.has_backward() ? s.max_tokens * s.hidden * 2 : 0);
-    builder.add("home_dtopk", home && s.has_backward() ? slots * 4 : 0);
+    builder.add("x_flags", returns ? flags : 0);
+    builder.add("sent_flags", returns ? flags : 0);
+    builder.add("owner_sums", returns ? s.max_tokens * s.num_ranks * s.hidden * 2 : 0);
+    builder.add("staged_dy", returns && s.has_backward() ? s.max_tokens * s.hidden * 2 : 0);
+    builder.add("owner_dtopk", returns && s.has_backward() ? slots * 4 : 0);
     return builder.finish();
 }
 

@@ -13,7 +13,7 @@ enum class TraceKind : std::int64_t {
     kWaitDown,
     kLoadGateUp,
     kLoadDown,
-    kWaitTurn,  // a math warpgroup waits for a tile, its loads or its turn
+    kWaitTile,  // a math warpgroup waits for a tile, its loads or the other warpgroup
     kGateUp,    // products
     kDown,
     kStoreGateUp,  // epilogue

@@ -22,47 +22,53 @@ struct WorkspaceShape {
     Mode mode;  // without a forward there are tables alone, no pools
     bool canaries;
 
-    MEGA_MOE_LAW bool has_pools() const { return mode.forward != Precision::kNone; }
-    MEGA_MOE_LAW bool has_backward() const { return mode.backward != Precision::kNone; }
-    MEGA_MOE_LAW bool fp8_forward() const { return mode.forward == Precision::kFp8; }
-    MEGA_MOE_LAW bool fp8_backward() const { return mode.backward == Precision::kFp8; }
-    // Of an element of x and h, where the backward needs no bf16.
-    MEGA_MOE_LAW std::int64_t row_element() const { return fp8_forward() && !has_backward() ? 1 : 2; }
+    MEGA_MOE_HD_CONSTEXPR bool has_pools() const { return mode.forward != Precision::kNone; }
+    MEGA_MOE_HD_CONSTEXPR bool has_backward() const { return mode.backward != Precision::kNone; }
+    MEGA_MOE_HD_CONSTEXPR bool fp8_forward() const { return mode.forward == Precision::kFp8; }
+    MEGA_MOE_HD_CONSTEXPR bool fp8_backward() const { return mode.backward == Precision::kFp8; }
+    // Bytes of an element of x and h: one where the backward needs no bf16.
+    MEGA_MOE_HD_CONSTEXPR std::int64_t row_element() const {
+        return fp8_forward() && !has_backward() ? 1 : 2;
+    }
     // wgrad reads its operands transposed, as e4m3.
-    MEGA_MOE_LAW bool has_transposed() const { return mode.wgrad == Precision::kFp8; }
-    MEGA_MOE_LAW GradientScales gradient_scales() const {
+    MEGA_MOE_HD_CONSTEXPR bool has_transposed() const { return mode.wgrad == Precision::kFp8; }
+    MEGA_MOE_HD_CONSTEXPR GradientScales gradient_scales() const {
         return {static_cast<int>(hidden), static_cast<int>(intermediate)};
     }
-    MEGA_MOE_LAW std::int64_t max_rows() const { return max_tokens * num_ranks * top_k; }
-    MEGA_MOE_LAW std::int64_t limit() const { return chunk_limit(pool_rows, num_local); }
-    MEGA_MOE_LAW std::int64_t chunks() const {
+    MEGA_MOE_HD_CONSTEXPR std::int64_t max_rows() const { return max_tokens * num_ranks * top_k; }
+    MEGA_MOE_HD_CONSTEXPR std::int64_t limit() const { return chunk_limit(pool_rows, num_local); }
+    MEGA_MOE_HD_CONSTEXPR std::int64_t chunks() const {
         return layout::max_chunks(max_rows(), limit(), num_blocks(max_tokens));
     }
     // Pools of the smallest size are not joined, so that few rows make many chunks: for tests.
-    MEGA_MOE_LAW std::int64_t most_in_one() const {
+    MEGA_MOE_HD_CONSTEXPR std::int64_t most_in_one() const {
         const bool joined = pools() == 2 && pool_rows >= smallest_pool() + kPadRows;
         return joined ? joined_limit(pool_rows, num_local) : limit();
     }
-    MEGA_MOE_LAW std::int64_t max_slots() const { return chunk_first_slot(max_rows(), chunks(), num_local); }
+    MEGA_MOE_HD_CONSTEXPR std::int64_t max_slots() const {
+        return chunk_first_slot(max_rows(), chunks(), num_local);
+    }
     // A chunk is filled while the one before it is worked off.
-    MEGA_MOE_LAW std::int64_t pools() const { return chunks() > 1 ? 2 : 1; }
-    MEGA_MOE_LAW std::int64_t largest_pool() const { return max_rows() + num_local * (kPadRows - 1); }
+    MEGA_MOE_HD_CONSTEXPR std::int64_t pools() const { return chunks() > 1 ? 2 : 1; }
+    MEGA_MOE_HD_CONSTEXPR std::int64_t largest_pool() const {
+        return max_rows() + num_local * (kPadRows - 1);
+    }
     // An expert's weight gradients may be summed in several parts.
-    MEGA_MOE_LAW bool has_parts() const { return chunks() > 1 || pool_rows > kPartRows; }
-    MEGA_MOE_LAW std::int64_t partials() const {
+    MEGA_MOE_HD_CONSTEXPR bool has_parts() const { return chunks() > 1 || pool_rows > kPartRows; }
+    MEGA_MOE_HD_CONSTEXPR std::int64_t partials() const {
         return has_parts() ? max_partials(max_rows(), chunks(), num_local) : 0;
     }
-    MEGA_MOE_LAW std::int64_t counters() const {
+    MEGA_MOE_HD_CONSTEXPR std::int64_t counters() const {
         return has_backward() ? counter_of_transposed() + (has_transposed() ? num_row_blocks(max_slots()) : 0)
                               : num_counters(max_slots(), chunks());
     }
     // Behind the others of the backward.
-    MEGA_MOE_LAW std::int64_t counter_of_transposed() const {
+    MEGA_MOE_HD_CONSTEXPR std::int64_t counter_of_transposed() const {
         return num_backward_counters(max_slots(), chunks(), num_local,
                                      all_gradient_tiles(hidden, intermediate), has_parts());
     }
     // A block is never split, so it must fit, or everything must.
-    MEGA_MOE_LAW std::int64_t smallest_pool() const {
+    MEGA_MOE_HD_CONSTEXPR std::int64_t smallest_pool() const {
         const std::int64_t tokens = max_tokens < kBlockTokens ? max_tokens : kBlockTokens;
         return tokens * num_ranks * top_k + num_local * (kPadRows - 1);
     }
@@ -82,14 +88,16 @@ enum WorkspacePart {
     kPushStarts,   // int32 [max_chunks][num_local]: its first entry of push_list, as last local expert
     kSlots,        // uint64 [max_slots]: low word encode_source, high word the routing weight (fp32)
     kSlotList,     // uint32 [max_rows]: slots of resident tokens, tokens in canonical order, slots ascending
-    kPullList,     // uint64 [max_residents]: encode_resident, by (chunk, first local expert, token, rank)
-    kPushList,     // uint64 [max_residents]: the same by last local expert
-    kCounters,     // uint32: layout/pools.h
-    kXPool,        // bf16 [pools][pool_rows, hidden]: rows of x by slot; e4m3 of a quantized forward
-    kHPool,        // the same [pools][pool_rows, intermediate]: weighted activations
-    kOPool,   // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
-    kDyPool,  // bf16 [pools][pool_rows, hidden]: rows of dy by slot
-    kDzPool,  // bf16 [pools][pool_rows, 2 * intermediate]: gradients of gate and up
+    // uint64 [max_residents], by (chunk, first local expert, token, rank). Low word: encode_source of token,
+    // rank and number of its local rows minus 1; high word: where its slots start in the slot list.
+    kPullList,
+    kPushList,  // uint64 [max_residents]: entries as in the pull list, by last local expert
+    kCounters,  // uint32: layout/pools.h
+    kXPool,     // bf16 [pools][pool_rows, hidden]: rows of x by slot; e4m3 of a quantized forward
+    kHPool,     // of the dtype of x [pools][pool_rows, intermediate]: weighted activations
+    kOPool,     // bf16 [pools][pool_rows, hidden]: outputs of the down projection; in the backward dx by slot
+    kDyPool,    // bf16 [pools][pool_rows, hidden]: rows of dy by slot
+    kDzPool,    // bf16 [pools][pool_rows, 2 * intermediate]: gradients of gate and up
     kDtopkPool,    // fp32 [pools][pool_rows, intermediate / 128]: parts of the routing weights' gradients
     kPartials,     // fp32 [partials][3 * hidden * intermediate]: weight gradients between the parts of their
                    // sums
@@ -97,15 +105,15 @@ enum WorkspacePart {
     kHScalePool,   // fp32 [pools][pool_rows / 128][intermediate / 128][128]: of h, so that a tile's are one
                    // run
     kXCodePool,    // e4m3 [pools][pool_rows, hidden]: rows of x, of a quantized backward
-    kDyCodePool,   // the same of dy
+    kDyCodePool,   // e4m3 [pools][pool_rows, hidden]: rows of dy
     kDzCodePool,   // e4m3 [pools][pool_rows, 2 * intermediate]
     kDyScalePool,  // fp32 [pools][pool_rows / 128][hidden / 128][128]: of dy
     kDzScalePool,  // fp32 [pools][pool_rows / 128][2 * intermediate / 128][128]: of dz
-    kOwnCodes,     // e4m3 [2][max_tokens, hidden]: x and dy of an only rank's quantized backward, by token
+    kOwnCodes,     // e4m3 [2][max_tokens, hidden]: x and dy of a quantized backward with EP=1, by token
     kOwnScales,    // fp32 [2][max_tokens, hidden / 128]: their scale factors
-    // Of weights' gradients in e4m3, layout/gradient_operands.h; dz and h are then in kDzPool and kHPool.
+    // Operands of wgrad in e4m3, layout/gradient_operands.h; dz and h are then in kDzPool and kHPool.
     kXTransposedPool,    // [pools][pool_rows / 128][hidden / 128] blocks
-    kDyTransposedPool,   // the same
+    kDyTransposedPool,   // [pools][pool_rows / 128][hidden / 128] blocks
     kGradientScalePool,  // fp32 [pools][pool_rows / 128][GradientScales::length]
     kWorkspaceParts
 };
@@ -192,7 +200,7 @@ enum SummaryWord {
     kSummaryWords
 };
 
-MEGA_MOE_LAW std::int64_t summary_length(std::int64_t num_local, std::int64_t num_ranks) {
+MEGA_MOE_HD_CONSTEXPR std::int64_t summary_length(std::int64_t num_local, std::int64_t num_ranks) {
     return kSummaryWords + num_ranks + num_columns(static_cast<int>(num_local));
 }
 

@@ -1,4 +1,4 @@
-"""One result as README shows it: a line for each layer, with how fast it is beside what else there is and the limit.
+"""One result as README shows it: a line for each layer, with how fast it is alongside what else there is and the limit.
 
 Both protocols stand in every cell, burst / sustained. What is compared comes from one result, so from one run on one
 machine. The emulation of `reference` is nothing that anybody trains with, and has no line.

@@ -1,4 +1,4 @@
-"""docs/benchmarks.png: TF/s of the layer by backend, beside the product's ceiling of the same run and protocol.
+"""docs/benchmarks.png: TF/s of the layer by backend, alongside the product's ceiling of the same run and protocol.
 
 Of each shape the most tokens, evenly routed, on all SMs: the other rows would leave no room for their names.
 """
@@ -23,7 +23,7 @@ def draw(results: list, path: Path, stamp: str) -> None:
 
 
 def figure_of(results: list) -> Figure:
-    """One panel per result, with the same colours in all and one legend beside them."""
+    """One panel per result, with the same colours in all and one legend alongside them."""
     layers = [shown_rows(result) for result in results]
     names = dict.fromkeys(implementation(row) for layer in layers for row in layer)
     colors = dict(zip(names, mpl.color_sequences["tab10"] * len(names)))

@@ -3,7 +3,7 @@
     python python/benchmarks/run.py [--quick] [--wheel FILE] [--results FOLDER] [--shape NAMES]
     torchrun --nproc-per-node N python/benchmarks/run.py          experts over N GPUs; <device>-xN-<date>.json
 
-Measures the installed package, not the sources beside this file. Exits 1 when a row failed.
+Measures the installed package, not the sources alongside this file. Exits 1 when a row failed.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ ANY = "kernels/"
 PRECISIONS = {"fp8_bwd": ("bf16", "fp8")}
 
 # What no row of a result launches: `mega_moe.route`, the forms that save gate and up, which the benchmarks do not ask
-# for, the forms that trace, and the probe, which is read beside the time and not within it.
+# for, the forms that trace, and the probe, which is read alongside the time and not within it.
 UNMEASURED = frozenset(
     {"route", "forward_saving", "backward_saving", "forward_trace", "backward_trace", "clock_probe"}
 )

@@ -209,9 +209,9 @@ def _library() -> dict[str, Any]:
 def _record() -> dict[str, Any]:
     """What the wheel says of itself; of each kernel's code only how many there are."""
     build, record = library.build_record(), library.wheel_record()
-    told = {name: value for name, value in build.items() if name != "code"}
+    shown = {name: value for name, value in build.items() if name != "code"}
     origin = {name: record.get(name) for name in ("label", "commit")}
-    return {**told, "kernels": len(build.get("code", ())), **origin}
+    return {**shown, "kernels": len(build.get("code", ())), **origin}
 
 
 def _shared_memory() -> int | None:

@@ -242,7 +242,7 @@ class MoEBuffer:
         return self._saved_rows.slots(num_tokens)
 
     def saved_nbytes(self, num_tokens: int) -> int:
-        """Bytes of gate and up that a forward of ``num_tokens`` keeps for its backward, beside its inputs."""
+        """Bytes of gate and up that a forward of ``num_tokens`` keeps for its backward, besides its inputs."""
         return 4 * self.intermediate * self.saved_rows(num_tokens)
 
     @property

@@ -15,7 +15,7 @@ COMMANDS = {
     "explain": ("mega_moe._explain", "which backend would serve a given layer here, and why not the others"),
     "bench": (
         "mega_moe.bench",
-        "time every backend beside this machine's ceilings; `bench step`: training steps",
+        "time every backend alongside this machine's ceilings; `bench step`: training steps",
     ),
     "train": ("mega_moe.demo", "train a small mixture-of-experts language model on Python's own sources"),
 }

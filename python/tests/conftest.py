@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     found = importlib.util.find_spec("mega_moe")
     where = Path(found.origin).resolve() if found is not None and found.origin else None
-    # An installer leaves a record beside the package, in site-packages or in a folder of its own.
+    # An installer leaves a record alongside the package, in site-packages or in a folder of its own.
     if where is None or not any(where.parents[1].glob("mega_moe-*.dist-info/RECORD")):
         pytest.exit(
             f"MEGA_MOE_REQUIRE_INSTALLED=1: mega_moe comes from {where}, want it installed from a wheel", 4

@@ -96,8 +96,8 @@ MEGA_MOE_HOST_DEVICE float make_gradient_scale(float amax, layout::ScaleRounding
 MEGA_MOE_HOST_DEVICE GroupScale make_group_scale(float amax, layout::ScaleRounding rounding) {
     GroupScale g;
     float scale = divide_rn(amax, kE4m3Max);
-    // Of zeros, or of an amax below about 3e-43, for which fp32 holds no scale: 0 / 0 would make the group
-    // NaN.
+    // A group of zeros, or an amax below about 3e-43, for which fp32 holds no scale: 0 / 0 would make the
+    // group NaN.
     if (scale == 0.0f) scale = 1.0f;
     g.lift = scale < kSmallestPlainScale ? kLiftOfSmall : scale > kLargestPlainScale ? kLiftOfLarge : 1.0f;
     // Lifted, a scale is no denormal, and both products are exact.

@@ -8,16 +8,16 @@
 #include "layout/staging.h"
 
 // What the roles that know no tensor core keep in a CTA's shared memory: buffers of dispatch, records of
-// tiles, the mailbox between the CTAs of a cluster, and what a launch begins with.
+// tiles, the words passed between the CTAs of a cluster, and what a launch begins with.
 namespace mega_moe::device {
 
 // Byte offsets from a multiple of 1024 on.
 struct RoleSmemOffsets {
-    int pull;           // [kPullBuffers][kPullBytes]
-    int pull_scales;    // the same of scale factors, where rows travel as e4m3, as the next
-    int pieces;         // [layout::kPullPieces]
-    int ring;           // records [layout::kTileRing]
-    int mailbox;        // uint32 [layout::kMailbox]
+    int pull;         // [kPullBuffers][kPullBytes]
+    int pull_scales;  // [kPullBuffers] scale factors of those rows, where they travel as e4m3; so has pieces
+    int pieces;       // [layout::kPullPieces]
+    int ring;         // records [layout::kTileRing]
+    int mailbox;      // uint32 [layout::kMailbox]
     int role_barriers;  // of full and empty records, of the mailbox, of pull buffers
     int epoch;          // uint64
     int state;          // two words

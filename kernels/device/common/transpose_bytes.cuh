@@ -37,7 +37,7 @@ MEGA_MOE_HOST_DEVICE void transpose_8x8(std::uint32_t (&m)[8][2]) {
         transpose_4x4(m[0][half], m[1][half], m[2][half], m[3][half]);
         transpose_4x4(m[4][half], m[5][half], m[6][half], m[7][half]);
     }
-    // The blocks beside the diagonal change places.
+    // The blocks off the diagonal change places.
     for (int i = 0; i < 4; ++i) {
         const std::uint32_t upper = m[i][1];
         m[i][1] = m[4 + i][0];

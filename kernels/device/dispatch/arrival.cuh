@@ -11,7 +11,7 @@ namespace mega_moe::device {
 // others. Products of e4m3 wait for the codes, sums over rows for what is twice as long and read much later.
 enum class PullPass { kWhole, kCodes, kSpread };
 
-// Whether the codes' pass brings the row itself to one slot: an only rank's is near enough to be read again.
+// Whether the codes' pass brings the row itself to one slot: with EP=1 it is near enough to be read again.
 __device__ __forceinline__ bool keeps_row(const layout::LayerParams& p) {
     return p.spreads_rows && p.route.endpoint.num_ranks > 1;
 }

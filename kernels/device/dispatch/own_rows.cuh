@@ -8,7 +8,7 @@
 #include "device/route/tables.cuh"
 #include "layout/scale_runs.h"
 
-// Dispatch of an only rank that quantized its tokens before it routed them: their codes and scale factors,
+// Dispatch with EP=1, of tokens that the rank quantized before it routed them: their codes and scale factors,
 // from the order of the tokens into that of the slots. In the order of the slots, so that the tiles which
 // come first have their rows first; with a token brought to all of its slots at once, half of all tokens come
 // before the rows of the first tenth of the experts are complete.

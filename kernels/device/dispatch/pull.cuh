@@ -236,9 +236,9 @@ __device__ __forceinline__ void copy_first_rows(const layout::LayerParams& p, st
     }
 }
 
-// A communication warp, where an only rank has quantized its tokens: its share of a chunk's rows. Both take
-// half of the first chunk, the only one whose rows tiles wait for, and which waits for nothing: to pull a
-// later one may need what the second is to send.
+// A communication warp with EP=1, where the rank has quantized its tokens: its share of a chunk's rows. Both
+// take half of the first chunk, the only one whose rows tiles wait for, and which waits for nothing: to pull
+// a later one may need what the second is to send.
 template <class C>
 __device__ __forceinline__ void copy_runs(const layout::LayerParams& p, int chunk, int warp,
                                           Tracer<C::kTrace>& tracer) {

@@ -36,7 +36,7 @@ __device__ __forceinline__ void copy_scales(const layout::LayerParams& p, const 
 
 // One warp: its share of the tokens of a chunk, in the order of their first experts, by bulk copies through
 // its buffers.
-// What is known of a piece lies in shared memory until it is told to have arrived.
+// What is known of a piece lies in shared memory until its arrival is signalled.
 template <class C>
 class QuantizedPuller {
   public:
@@ -153,7 +153,7 @@ class QuantizedPuller {
     int loading_piece_ = 0;
     int landing_piece_ = 0;
     int arriving_ = 0;
-    int stored_ = 0;  // pieces that are not told
+    int stored_ = 0;  // pieces that are not signalled
 };
 
 }  // namespace mega_moe::device

@@ -8,7 +8,7 @@
 // What the warps that bring the rows to the experts wait for, and where they read.
 namespace mega_moe::device {
 
-// Where a token's row is read: an only rank's is copied to its symmetric buffer only where it is quantized.
+// Where a token's row is read: with EP=1 it is copied to the symmetric buffer only where it is quantized.
 template <class C>
 __device__ __forceinline__ const std::byte* row_source(const layout::LayerParams& p,
                                                        const layout::MovedRows& m, const TokenRows& t,

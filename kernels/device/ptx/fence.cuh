@@ -7,8 +7,8 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for global memory: between what a flag has announced and copies of it by the engine, and between
-// ordinary stores and the flag that announces them to such a reader.
+// Orders accesses to global memory likewise: between what a flag has announced and copies of it by the
+// engine, and between ordinary stores and the flag that announces them to such a reader.
 __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }

@@ -11,7 +11,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t row, uint32_t m0, uint32_t 
                  : "memory");
 }
 
-// The same of transposed matrices: lane l holds elements l / 4 of rows 2 (l % 4) and + 1 of each.
+// Four 8x8 matrices, transposed when stored: lane l holds elements l / 4 of rows 2 (l % 4) and + 1 of each.
 __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t row, const uint32_t (&m)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                  "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])

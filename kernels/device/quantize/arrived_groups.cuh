@@ -7,7 +7,7 @@
 #include "device/route/tables.cuh"
 #include "layout/scale_runs.h"
 
-// Rows that come in bf16 and are quantized when they arrive, beside being stored as they are: a product of
+// Rows that come in bf16 and are quantized when they arrive, and also stored as they are: a GEMM of
 // e4m3 reads the one, a sum over rows in bf16 the other.
 namespace mega_moe::device {
 

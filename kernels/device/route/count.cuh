@@ -62,7 +62,7 @@ __device__ __forceinline__ Place place_in_run(const layout::RouteParams& p, cons
     return {token, rank, static_cast<int>(pair) < run.end && token < state.tokens[rank]};
 }
 
-// Ids of this lane's token; a single rank reads the caller's and, if told so, reports bad ones.
+// Ids of this lane's token; a single rank reads the caller's and, if `report`, reports bad ones.
 __device__ __forceinline__ TokenIds lane_ids(const layout::RouteParams& p, const layout::RouteState& state,
                                              const Place& at, bool report) {
     if (!at.live) return masked_ids();

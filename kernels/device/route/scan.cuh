@@ -59,7 +59,7 @@ struct ColumnSums {
     __device__ __forceinline__ std::uint32_t all() const {
         return sum_column(groups, columns, (used_ctas + layout::kCtasPerGroup - 1) / layout::kCtasPerGroup);
     }
-    // Of the CTAs before one.
+    // Counts of the CTAs before `cta`.
     __device__ __forceinline__ std::uint32_t before(int cta) const {
         const int group = cta / layout::kCtasPerGroup;
         const int first = group * layout::kCtasPerGroup;

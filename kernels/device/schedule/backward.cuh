@@ -145,8 +145,8 @@ class GradientTilesOfRank {
         t.expert = place_.expert;
         t.row = tile.row;
         t.partial = run_.partial;
-        t.turn = turn();
-        t.flags = (run_.last ? 0 : kToPartials | kCountTurn) | (run_.ordinal > 0 ? kFromPartials : 0) |
+        t.part = part();
+        t.flags = (run_.last ? 0 : kToPartials | kCountPart) | (run_.ordinal > 0 ? kFromPartials : 0) |
                   (bad_ ? kAllNan : 0) | (counts_chunks_ && run_.rows > 0 ? kCountChunk : 0);
         return t;
     }
@@ -187,9 +187,9 @@ class GradientTilesOfRank {
             seen_blocks_ += 32;
         }
         if (run_.ordinal == 0) return true;
-        index_of = static_cast<std::uint64_t>(turn());
+        index_of = static_cast<std::uint64_t>(part());
         wanted = static_cast<std::uint64_t>(run_.ordinal * layout::kGradientWarps);
-        seen = ptx::load_acquire_gpu(p.counters + p.turns + index_of);
+        seen = ptx::load_acquire_gpu(p.counters + p.parts + index_of);
         return !ptx::any(seen < wanted);
     }
 
@@ -198,7 +198,7 @@ class GradientTilesOfRank {
     static constexpr int kBlockRows = C::kFp8Wgrad ? layout::kTransposedEdge : layout::kRowBlock;
 
     __device__ __forceinline__ int index() const { return ticket_ - run_.first_ticket; }
-    __device__ __forceinline__ int turn() const { return place_.expert * p.gradients.tiles() + index(); }
+    __device__ __forceinline__ int part() const { return place_.expert * p.gradients.tiles() + index(); }
 
     const layout::BackwardParams& p;
     UnitRows rows_;

@@ -17,7 +17,7 @@ enum TileFlag {
     kFromPartials = 2,  // an earlier part has begun it
     kAllNan = 4,        // the call had a bad id
     kCountChunk = 8,
-    kCountTurn = 16,
+    kCountPart = 16,
     kSaved = 32,  // of dz: gate and up are there
 };
 
@@ -37,7 +37,7 @@ struct BackwardTile {
     std::int32_t expert;
     std::int32_t row;      // gradients: of the expert's dW; of a tile that transposes: 1 for dy
     std::int32_t partial;  // gradients: which of the sums between parts
-    std::int32_t turn;     // gradients: word among the turns
+    std::int32_t part;     // gradients: its counter of stored parts
     std::int32_t flags;    // TileFlag, of gradients but for the last
 };
 

@@ -86,7 +86,7 @@ __device__ __forceinline__ void await_input(const layout::ForwardParams& p, std:
     for (int row = 0; row < t.input_rows && !lost; row += layout::kRowBlock) {
         const std::int64_t block = first + row / layout::kRowBlock;
         const std::uint32_t* counter = p.counters + (down ? p.gate_up_done : p.arrived) + block;
-        // Of gate/up each of a warpgroup's warps counts each block of columns.
+        // Each warp of a warpgroup counts each block of columns of gate/up that it has stored.
         const auto wanted =
             static_cast<std::uint64_t>(down ? p.intermediate / C::kGateUpColumns * layout::kStoringWarps
                                             : min(t.input_rows - row, layout::kRowBlock));

@@ -143,7 +143,7 @@ class BackwardLoader {
             }
         }
     }
-    // Of a product of e4m3, K-major all.
+    // Operands of a GEMM in e4m3, all K-major.
     struct Quantized {
         const layout::TensorMap* rows;
         const layout::TensorMap* half_rows;

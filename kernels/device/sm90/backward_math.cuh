@@ -66,7 +66,7 @@ class BackwardMath {
         const bool any_rows = t.rows > first_row_;
         std::uint32_t gate[32], up[32];
         if (C::kSavesGateUp && (t.flags & kSaved) != 0) {
-            // Of a half without rows it is what the forward's memory held before, and is not used.
+            // For a half without rows this loads what the memory held before the forward; it is not used.
             load_gate_up(
                 p.saved.memory + layout::saved_offset(t.slot + first_row_, t.column / layout::kSavedColumns,
                                                       p.intermediate / layout::kSavedColumns,

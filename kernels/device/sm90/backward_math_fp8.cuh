@@ -48,11 +48,11 @@ class Fp8BackwardMath {
 
   private:
     static __device__ __forceinline__ int lane() { return static_cast<int>(ptx::lane_id()); }
-    // Of the tile: the warpgroup's rows, and the warp's.
+    // First row of the warpgroup, and of the warp, in the tile.
     __device__ __forceinline__ int first_row() const { return math_warp_ / 4 * layout::kRowBlock; }
     __device__ __forceinline__ int warp_row() const { return math_warp_ * 16; }
 
-    // The tile that the warp is at; beside the sums there are no registers for it.
+    // The tile that the warp is at: the accumulators leave no registers for it.
     __device__ __forceinline__ const BackwardTile& record() const {
         return *reinterpret_cast<const BackwardTile*>(shared.record(ring_.at));
     }
@@ -66,11 +66,11 @@ class Fp8BackwardMath {
                                               Tracer<C::kTrace>& tracer) const {
         tracer.end(kind, t.chunk, t.expert, trace_index(t, first_row()));
     }
-    // Of a trace: the products of a tile begin when its first stage is there.
+    // For a trace: the GEMM of a tile begins when its first stage is there.
     __device__ __forceinline__ void trace_wait(Tracer<C::kTrace>& tracer) {
         if constexpr (C::kTrace) {
             signal_.wait(shared.full(stage_.at), stage_.parity, lane());
-            trace_end(TraceKind::kWaitTurn, record(), tracer);
+            trace_end(TraceKind::kWaitTile, record(), tracer);
         }
     }
 
@@ -113,7 +113,7 @@ class Fp8BackwardMath {
         if (record().rows <= first_row()) {
             const BackwardTile t = pass(2);
             if constexpr (C::kFp8Wgrad) {
-                // Of 128 rows, which is what the gradients read.
+                // All 128 rows of a block, since wgrad reads them all.
                 if (t.rows == 0) return;
                 GradientOperands<C>(p, shared, t, math_warp_, C::kMathWarps).store_zeros(t.column);
                 signal_.defer(dz_done(t), nullptr, lane());
@@ -287,8 +287,8 @@ class Fp8BackwardMath {
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
         signal_.wait(shared.full(stage_.at), stage_.parity, lane());
-        // Beside promoted products ptxas has no registers to keep one under way around the loop (C7511). Two
-        // warpgroups keep the tensor cores as busy.
+        // Promoted accumulators leave ptxas no registers to keep a wgmma in flight around the loop (C7511).
+        // Two warpgroups keep the tensor cores as busy.
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
             ptx::mbarrier_wait(shared.full(stage_.at), stage_.parity);
             if (t.rows > 0)

@@ -45,13 +45,13 @@ struct LayerFacts : Mode {
     // An accumulator's elements in each thread of a warpgroup: 64 rows x block_n.
     static constexpr int kSums = 64 * kBlockN / kWarpgroupThreads;
 
-    // Of hidden: whole tiles of columns, whole steps of combine, whole k-blocks; where rows travel as e4m3,
-    // their scale factors are whole vectors of 16 bytes.
+    // hidden must be whole tiles of columns, whole steps of combine, whole k-blocks; where rows travel as
+    // e4m3, their scale factors are whole vectors of 16 bytes.
     static constexpr int kHiddenMultiple =
         least_common_multiple(least_common_multiple(kBlockN, layout::kCombineColumns),
                               Mode::kDispatchesFp8 ? 4 * layout::kQuantGroup : kBlockK);
-    // Of intermediate: whole tiles of h, whole k-blocks, and two of bf16, in the second of which a math warp
-    // signals what it stored before.
+    // intermediate must be whole tiles of h, whole k-blocks, and two of bf16, in the second of which a math
+    // warp signals what it stored before.
     static constexpr int kIntermediateMultiple =
         least_common_multiple(kGateUpColumns, Mode::kFp8 ? kBlockK : 2 * kBlockK);
 

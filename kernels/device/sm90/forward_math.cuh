@@ -44,7 +44,7 @@ __device__ __forceinline__ void multiply_tiles(const layout::ForwardParams& p, c
             d[i] = 0.0f;
         signal.wait(shared.full(stage.at), stage.parity, lane);
         const bool any_rows = t.rows > first_row;
-        if (any_rows) tracer.end(TraceKind::kWaitTurn, t.chunk, t.expert, trace_index(t, first_row));
+        if (any_rows) tracer.end(TraceKind::kWaitTile, t.chunk, t.expert, trace_index(t, first_row));
         const int last_stage = multiply_tile<C>(d, shared, stage, t.k_blocks,
                                                 static_cast<std::uint32_t>(first_row * kOperandRowBytes),
                                                 any_rows, signal, lane);

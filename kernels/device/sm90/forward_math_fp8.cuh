@@ -25,7 +25,7 @@ struct RowScalesOfX {
 };
 
 // What a warp needs of a tile while it multiplies. The rest is read again from the record, which it keeps for
-// so long: beside the sums there are no registers for it.
+// so long: the accumulators leave no registers for it.
 struct TileInput {
     std::int32_t kind;
     std::int32_t k_blocks;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void trace_end(Tracer<C::kTrace>& tracer, TraceKind k
     tracer.end(kind, t.chunk, t.expert, trace_index(t, first_row));
 }
 
-// One warp: stores its part of a tile, which is then told by `signal`.
+// One warp: stores its part of a tile, which `signal` then announces.
 template <class C>
 __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams& p, const Smem<C>& shared,
                                                      const TileRecord& t, int math_warp, float (&d)[128],
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams
     const int first_row = math_warp / 4 * layout::kRowBlock;
     const int warp_row = first_row + math_warp % 4 * 16;
     const std::uint32_t buffer = shared.store_buffer(math_warp);
-    // A tile may have too few k-blocks to have told of the one before on the way.
+    // A tile may have too few k-blocks to have signalled the one before on the way.
     signal.publish(lane);
     signal.counter = (t.slot + first_row) / layout::kRowBlock;
     if (t.kind == kDownTile) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply_tiles_fp8(const layout::ForwardParams& 
             pass_tile<C>(shared, stage, t.k_blocks, signal, lane);
             continue;
         }
-        // Of the warp's row that has the lane's number.
+        // Routing weight of the warp's row that has the lane's number.
         float lane_weight = 0.0f;
         if (!down && lane < 16 && warp_row + lane < t.rows)
             lane_weight = __uint_as_float(static_cast<std::uint32_t>(
@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_tiles_fp8(const layout::ForwardParams& 
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
         signal.wait(shared.full(stage.at), stage.parity, lane);
-        trace_end<C>(tracer, TraceKind::kWaitTurn, record(), first_row);
+        trace_end<C>(tracer, TraceKind::kWaitTile, record(), first_row);
         if (down)
             multiply_quantized(d, shared, stage, t.k_blocks, signal, RowScalesOfStage<C>{shared}, math_warp,
                                lane);

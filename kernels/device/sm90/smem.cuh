@@ -90,7 +90,7 @@ struct Smem : RoleSmem<C> {
         if constexpr (C::kFp8Wgrad) return store_buffer(warp) + kStoreBytes / 2;
         return base + C::kAt.store_scales + warp * kStoreScaleBytes;
     }
-    // Of wgrad in fp8 alone.
+    // With wgrad in fp8 only.
     __device__ __forceinline__ std::uint32_t factors() const { return base + C::kAt.factors; }
     __device__ __forceinline__ std::uint32_t amax(int buffer) const {
         return base + C::kAt.amax + buffer * C::kMathWarps * 4;

@@ -6,8 +6,8 @@
 #include "device/sm90/mma/multiply_promoted.cuh"
 #include "device/sm90/stages.cuh"
 
-// How the warps of a quantized layer go through the stages of its e4m3 products. Beside the sums a math warp
-// has some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
+// How the warps of a quantized layer go through the stages of its e4m3 GEMMs. The accumulators leave a math
+// warp some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
 namespace mega_moe::device::sm90 {
 
 // As DeferredSignal, in fewer registers: the index of one counter instead of the addresses of two.
@@ -25,7 +25,7 @@ struct IndexedDeferredSignal {
     // one that waited for another here could wait for ever.
     __device__ __forceinline__ void publish(int lane) {
         if constexpr (C::kQuantizesOnArrival) {
-            // Of dz, which ordinary stores write and copies read. Here rather than behind the stores, since
+            // Fences dz, which ordinary stores write and TMA reads. Here rather than behind the stores, since
             // they are through by now.
             if (counter >= 0) ptx::fence_proxy_async_global();
             __syncwarp();
@@ -92,7 +92,7 @@ struct QuantizedStages {
         const std::uint32_t columns = shared.column_scales(at);
         const BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + 8 * RowScales::kStride)},
                             {ptx::load_shared(columns), ptx::load_shared(columns + 4)}};
-        // The warpgroups take turns: while one waits for its stores to be seen, the other's products go on.
+        // The warpgroups alternate: while one waits for its stores to be seen, the other's products go on.
         if (k_block >= kPublishBlock + warpgroup) signal.publish(lane);
         ++k_block;
         return s;

@@ -24,13 +24,13 @@ class GradientOperands {
           warps_(warps),
           lane_(static_cast<int>(ptx::lane_id_anew())) {}
 
-    // Of a tile of dz, from which its warpgroups have made gradients of gate and up and h. No copy may still
+    // Stores a tile of dz as its warpgroups hold it: gradients of gate and up, and h. No copy may still
     // read the warps' buffers, as below.
     __device__ __forceinline__ void store_dz(const float (&dg)[64], const float (&du)[64],
                                              const std::uint32_t (&h)[32], int column) const {
         store_column_maxima(FloatValues{dg}, buffer(), lane_);
         store_column_maxima(FloatValues{du}, buffer() + kColumns * 4, lane_);
-        tell_largest(h, 0);
+        share_largest(h, 0);
         sync();
         find_factors(2 * kColumns, [&](int at) {
             return at < kColumns ? column + at : p.intermediate + column + at - kColumns;
@@ -46,17 +46,17 @@ class GradientOperands {
               2 * p.intermediate);
         store(WordValues{h}, one_factor(h_scale), p.h_pool, column, p.intermediate);
     }
-    // Of a warpgroup without rows in a tile that has some.
+    // Stores zeros for a warpgroup without rows, in a tile that has some.
     __device__ __forceinline__ void store_zeros(int column) const {
         store_zero_slab(slab(p.dz_pool, column, 2 * p.intermediate), lane_);
         store_zero_slab(slab(p.dz_pool, p.intermediate + column, 2 * p.intermediate), lane_);
         store_zero_slab(slab(p.h_pool, column, p.intermediate), lane_);
     }
-    // 128 columns of x or dy in bf16; `turn` is 0 and 1 by turns.
-    __device__ __forceinline__ void store_x(const std::uint32_t (&words)[32], int column, int turn) const {
-        tell_largest(words, turn);
+    // 128 columns of x or dy in bf16; `buffer` is 0 and 1 alternately.
+    __device__ __forceinline__ void store_x(const std::uint32_t (&words)[32], int column, int buffer) const {
+        share_largest(words, buffer);
         sync();
-        const float scale = largest_scale(turn);
+        const float scale = largest_scale(buffer);
         if (math_warp_ == 0 && lane_ == 0)
             ptx::store(scales() + scale_row().x() +
                            layout::GradientScales::of_block(column / layout::kTransposedEdge),
@@ -94,14 +94,14 @@ class GradientOperands {
             ptx::sync_threads<ptx::kFirstWarpgroup>(32 * C::kMathWarps / 2);
     }
 
-    __device__ __forceinline__ void tell_largest(const std::uint32_t (&words)[32], int turn) const {
+    __device__ __forceinline__ void share_largest(const std::uint32_t (&words)[32], int buffer) const {
         const float amax = largest_of_words(words);
-        if (lane_ == 0) ptx::store_shared(shared.amax(turn) + math_warp_ * 4, amax);
+        if (lane_ == 0) ptx::store_shared(shared.amax(buffer) + math_warp_ * 4, amax);
     }
-    __device__ __forceinline__ float largest_scale(int turn) const {
+    __device__ __forceinline__ float largest_scale(int buffer) const {
         float amax = 0.0f;
         for (int warp = 0; warp < warps_; ++warp)
-            amax = ptx::max_abs_nan(amax, ptx::load_shared(shared.amax(turn) + warp * 4));
+            amax = ptx::max_abs_nan(amax, ptx::load_shared(shared.amax(buffer) + warp * 4));
         return make_gradient_scale(amax, p.rounding);
     }
     // Each thread those of one column or two, of what the warps have left in their buffers.

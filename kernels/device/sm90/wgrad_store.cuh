@@ -11,7 +11,7 @@
 
 // A tile of a weight's gradient, in bf16 in every precision. Its epilogue goes into the sums between parts,
 // or into the result in its own dtype, which is set or added to. Each element has one thread in each part,
-// and the parts take their turns, so that every sum has one order.
+// and the parts are added in order, so that every sum has one order.
 namespace mega_moe::device::sm90 {
 
 // A thread's elements of a tile, wgmma's order: rows lane / 4 and + 8 of the warp's, columns 8 i + 2 (lane %
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_gradient(const layout::BackwardParams& p, 
         for (int i = 0; i < 128; ++i)
             d[i] = __uint_as_float(kTwoNans);
     }
-    // Of the thread's first pair, in a matrix of the expert.
+    // Where the thread's first pair lies in the expert's matrix.
     const std::int64_t at = std::int64_t{t.row + warp_row + lane / 4} * g.columns + t.column + lane % 4 * 2;
     const std::int64_t eight_rows = std::int64_t{g.columns} * 8;
     const std::int64_t out_at = std::int64_t{t.expert} * g.rows * g.columns + at;
@@ -95,8 +95,8 @@ __device__ __forceinline__ void store_gradient_tile(const layout::BackwardParams
     tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row));
     store_gradient(p, t, d, warp_row, buffer, lane);
     __syncwarp();
-    // The next part of the tile may be waiting for the turn, but another tile is taken meanwhile.
-    signal.defer((t.flags & kCountTurn) != 0 ? p.counters + p.turns + t.turn : nullptr,
+    // The next part of the tile may be waiting for this one, but another tile is taken meanwhile.
+    signal.defer((t.flags & kCountPart) != 0 ? p.counters + p.parts + t.part : nullptr,
                  (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr, lane);
     tracer.end(TraceKind::kStoreGradient, t.chunk, t.expert, trace_index(t, first_row));
 }

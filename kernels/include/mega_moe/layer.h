@@ -17,7 +17,7 @@ struct LayerInputs {
     const void* w_down;        // [num_local, hidden, intermediate]; the same
 };
 
-// What the GEMMs of fp8 read beside LayerInputs: transposed copies of the weights for dgrad, and fp32 scale
+// What the GEMMs of fp8 read besides LayerInputs: transposed copies of the weights for dgrad, and fp32 scale
 // factors of each 128 x 128, which serve both copies.
 struct Fp8Weights {
     const void* w_gate_up_t;  // e4m3 [num_local, hidden, 2 * intermediate]
@@ -68,7 +68,7 @@ struct ForwardProblem {
     SavedGateUp saved;
     Activation activation;
     Probes probes;
-    // inputs.x is e4m3 and lies where the rank stages it in its symmetric buffer, beside its scale factors.
+    // inputs.x is e4m3 and lies where the rank stages it in its symmetric buffer, with its scale factors.
     bool x_is_staged;
 };
 
@@ -83,7 +83,7 @@ struct BackwardProblem {
     void* dw_down;     // the same, as w_down
     Activation activation;
     Probes probes;
-    // On all ranks alike. Said beside the pointers, since a wanted result may be empty.
+    // On all ranks alike. Not read off the pointers, since a wanted result may be empty.
     bool needs_dx;
     bool needs_dtopk;
     bool dw_is_fp32;

@@ -3,7 +3,7 @@
 
 namespace mega_moe {
 
-// Token numbers travel in 20 bits beside a slot number, and expert ids in 16 bits with 0xFFFF for a masked
+// Token numbers travel in 20 bits with a slot number, and expert ids in 16 bits with 0xFFFF for a masked
 // slot.
 inline constexpr std::int64_t kMaxTokensPerRank = (std::int64_t{1} << 20) - 1;
 inline constexpr std::int64_t kMaxTopK = 16;

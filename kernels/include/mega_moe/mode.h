@@ -7,7 +7,7 @@ namespace mega_moe {
 
 enum class Direction : std::int8_t { kForward, kBackward };
 
-// Of the operands of a GEMM; kNone: there is no such GEMM.
+// dtype of the operands of a GEMM; kNone: there is no such GEMM.
 enum class Precision : std::int8_t { kNone, kBf16, kFp8 };
 
 // What the forward leaves in memory for the backward.

@@ -257,7 +257,7 @@ class Rank {
                 return false;
         return true;
     }
-    // What a gradient reads beside dz and h.
+    // What a gradient reads besides dz and h.
     void check_read(const Gradient& g) {
         const int first =
             first_block_[static_cast<std::size_t>(g.run.unit)] + g.run.first_row / layout::kTileRows;

@@ -141,7 +141,7 @@ void test_tiles() {
                       intermediate, want);
                 for (const auto& [tile, count] : seen)
                     CHECK(count == 1, "a tile is computed %d times", count);
-                CHECK(layout::all_gradient_tiles(hidden, intermediate) >= g.tiles(), "turns");
+                CHECK(layout::all_gradient_tiles(hidden, intermediate) >= g.tiles(), "parts");
             }
 }
 

@@ -185,7 +185,7 @@ void test_bits_alone_are_not_enough() {
     CHECK(alone(std::numeric_limits<float>::quiet_NaN()) == 0, "NaN");
 }
 
-// Of an operand of a weight's gradient: amax / 448 wherever that has a finite reciprocal.
+// Scale of an operand of wgrad: amax / 448 wherever that has a finite reciprocal.
 void test_gradient_scale() {
     for (std::uint32_t amax_bits = 0; amax_bits < kInfinity; ++amax_bits) {
         const float amax = from_bf16(amax_bits);

@@ -98,7 +98,7 @@ void test_work() {
                 }
 }
 
-// Of a layer whose x and h are e4m3.
+// A layer whose x and h are e4m3.
 void test_quantized() {
     for (const bool backward : {false, true}) {
         const auto mode = [&](Precision forward) {

@@ -5,7 +5,7 @@
 
 #include "emulate/fibers.h"
 
-// The words of CUDA that device code uses beside PTX. Included before it.
+// The words of CUDA that device code uses besides PTX. Included before it.
 #define __device__
 #define __forceinline__ inline
 

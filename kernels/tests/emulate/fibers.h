@@ -44,7 +44,7 @@ struct Index {
     unsigned x;
 };
 
-// Of the running thread.
+// Where the running thread is.
 Index thread_index();
 Index cta_index();
 Index grid_size();

@@ -20,7 +20,7 @@ def rounded_sigmoid(gate: Tensor) -> Tensor:
     """The fp32 sigmoid, rounded from fp64: the same for a number wherever it stands.
 
     torch's own, on a CPU, differs by an ulp between the body of a vector loop and its end, so that a token's value
-    would depend on the tokens beside it.
+    would depend on the tokens alongside it.
     """
     return torch.sigmoid(gate.double()).to(gate.dtype)
 

@@ -22,13 +22,13 @@ def agree(
     """
     # Settings that were refused may be anything, even what cannot be pickled.
     mine = None if error is not None else settings
-    told = control.gather((mine, facts, error and f"{type(error).__name__}: {error}"), _WHAT)
+    gathered = control.gather((mine, facts, error and f"{type(error).__name__}: {error}"), _WHAT)
     if error is not None:
         raise error
-    _raise_refusals(control, [why for _, _, why in told])
+    _raise_refusals(control, [why for _, _, why in gathered])
     for name in settings:
-        _same(name, [theirs[name] for theirs, _, _ in told])
-    everyone = [fact for _, fact, _ in told]
+        _same(name, [theirs[name] for theirs, _, _ in gathered])
+    everyone = [fact for _, fact, _ in gathered]
     # Rows of a CPU tensor and of a CUDA tensor travel by different ways: neither would ever arrive.
     _same("device type", [fact.device_type for fact in everyone])
     for name in _VERSIONS:
@@ -38,10 +38,10 @@ def agree(
 
 def confirm(control: Control, error: Exception | None) -> None:
     """After what each rank builds for itself: this rank's own ``error``, or PeerError for another rank's."""
-    told = control.gather(error and f"{type(error).__name__}: {error}", _WHAT)
+    gathered = control.gather(error and f"{type(error).__name__}: {error}", _WHAT)
     if error is not None:
         raise error
-    _raise_refusals(control, told)
+    _raise_refusals(control, gathered)
 
 
 def _raise_refusals(control: Control, reasons: list[str | None]) -> None:

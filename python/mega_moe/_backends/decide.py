@@ -156,7 +156,7 @@ def holds_backward(request: Request, variants: Sequence[Variant]) -> bool:
 
 
 def _needed(request: Request) -> Iterator[tuple[str, str]]:
-    """Kernels beside the routing, as (op, precision), without which the fused backend cannot serve ``request``."""
+    """Kernels besides the routing, as (op, precision), without which the fused backend cannot serve ``request``."""
     yield "forward", request.forward_precision
     if request.forward_precision == "fp8":
         yield "quantize_weights", "fp8"

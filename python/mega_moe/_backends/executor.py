@@ -1,4 +1,4 @@
-"""What a buffer needs of the backend that it chose, beside the two directions that the operators call."""
+"""What a buffer needs of the backend that it chose, besides the two directions that the operators call."""
 
 from __future__ import annotations
 

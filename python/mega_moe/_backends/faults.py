@@ -10,10 +10,10 @@ from mega_moe._base.errors import MegaMoEError, PeerError, RankTimeoutError
 RECORD_WORDS = 8
 BAD_ID, REFUSED, ARRIVAL, PROGRESS, ABORTED, MISMATCH = 1, 2, 3, 4, 5, 6
 PUBLISH, HEADER, BLOCK_FLAG, GRID_BARRIER = 1, 2, 3, 4
-PULL_SOURCE, TILE_INPUT, PUSH_INPUT, HOME_SUM, CHUNK_FREE, LAST_SUMS = 5, 6, 7, 8, 9, 10
+PULL_SOURCE, TILE_INPUT, PUSH_INPUT, OWNER_SUM, CHUNK_FREE, LAST_SUMS = 5, 6, 7, 8, 9, 10
 _BACKWARD = 4  # and what is asked of it
 _U64 = (1 << 64) - 1
-# Of waits for a launch as a whole: all its CTAs must be on SMs at once.
+# Waits for a launch as a whole: all its CTAs must be on SMs at once.
 _SMS_HELD = (
     "; where other kernels hold the SMs, such as NCCL's on another stream, num_reserved_sms leaves them some"
 )
@@ -100,7 +100,7 @@ def _phase(role: int) -> str:
         return "dispatch"
     if role == TILE_INPUT:
         return "the products"
-    return "combine" if role in (PUSH_INPUT, HOME_SUM, LAST_SUMS) else "routing"
+    return "combine" if role in (PUSH_INPUT, OWNER_SUM, LAST_SUMS) else "routing"
 
 
 def _awaited(role: int, index: int, limits: Limits) -> str:
@@ -112,7 +112,7 @@ def _awaited(role: int, index: int, limits: Limits) -> str:
         PULL_SOURCE: f"the tokens of rank {rank}, block {block}",
         TILE_INPUT: f"the input of the tiles of its own row block {index}",
         PUSH_INPUT: f"its own expert outputs for entry {index} of the list of sums to send",
-        HOME_SUM: f"the sums of the other ranks for its own token {index}",
+        OWNER_SUM: f"the sums of the other ranks for its own token {index}",
         CHUNK_FREE: f"its own chunk {index} to leave the pools",
         LAST_SUMS: f"the last sums of rank {rank}, block {block}",
     }

@@ -12,7 +12,7 @@ from mega_moe._base.activation import SWIGLU, Activation
 from mega_moe._base.layer import Gradients, LayerInputs, Needs
 from mega_moe._ops import library
 
-# Of w_gate_up and w_down.
+# w_gate_up and w_down.
 Copies = tuple[WeightCopy, WeightCopy]
 
 _EVERYTHING = Needs()
@@ -43,7 +43,7 @@ class KernelLayer:
     ) -> tuple[Tensor, Routing]:
         """-> y ``[T, H]`` bf16 and the routing of the call, both on the current stream.
 
-        In fp8, x may also be the first rows of `KernelRank.staged_codes`, beside their scales. ``saved_gate_up`` bf16
+        In fp8, x may also be the first rows of `KernelRank.staged_codes`, with their scales. ``saved_gate_up`` bf16
         ``[SavedRows.slots(T), 2I]`` is filled for `backward`, in an order of the kernels' own; in bf16 alone.
         """
         x, topk_idx, topk_weights, *_ = inputs

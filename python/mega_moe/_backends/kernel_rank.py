@@ -84,7 +84,7 @@ class KernelRank:
         return codes, part(layout[1], shape.hidden // SCALE_BLOCK, torch.float32)
 
     def words(self) -> list[int]:
-        """Every number that a launch needs beside its tensors, as the library unpacks them (kernels/binding/rank.h)."""
+        """Every number that a launch needs besides its tensors, as kernels/binding/rank.h unpacks them."""
         return [
             *self.shape.words(),
             self.rank,
@@ -119,9 +119,9 @@ class KernelRank:
         """A launch in place of a call that this rank takes no part in: the other ranks' calls end at once."""
         if self.shape.num_ranks == 1 or self._lost is not None:
             return
-        told = num_tokens if num_tokens > self.shape.max_tokens else 1
+        announced = num_tokens if num_tokens > self.shape.max_tokens else 1
         summary = self.new_summary()
-        self._in_order(lambda: self._route(self._no_ids, None, summary, told))
+        self._in_order(lambda: self._route(self._no_ids, None, summary, announced))
 
     @contextlib.contextmanager
     def refuse_peers_on_oom(self) -> Iterator[None]:

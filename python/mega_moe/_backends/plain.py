@@ -189,8 +189,8 @@ class PlainExecutor:
             reasons = self.control.gather(refusal and f"{type(refusal).__name__}: {refusal}", what)
             if refusal is not None:
                 raise refusal
-            told = "; ".join(f"rank {r}: {why}" for r, why in enumerate(reasons) if why)
-            raise PeerError(f"rank {self.control.rank}: {what} was refused by {told}")
+            refusals = "; ".join(f"rank {r}: {why}" for r, why in enumerate(reasons) if why)
+            raise PeerError(f"rank {self.control.rank}: {what} was refused by {refusals}")
         shown: dict[str, Callable[[int], object]] = {
             "phase": _PHASES.__getitem__,
             "call": int,

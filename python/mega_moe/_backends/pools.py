@@ -27,7 +27,7 @@ def pool_rows(request: Request) -> int:
     tokens, slots, ranks = request.max_tokens_per_rank, request.top_k, request.num_ranks
     local = request.num_local_experts
     half = -(-17 * tokens * slots // 32)
-    # Of no more than one block the two pools would not be joined.
+    # Pools of no more than one block would not be joined.
     block = min(tokens, BLOCK_TOKENS) * ranks * slots + PAD_ROWS
     rows = max(half, _ROWS_PER_EXPERT * local, _FEWEST_ROWS, block) + PAD_ROWS * local
     every = largest_pool_rows(request)

@@ -91,10 +91,10 @@ class TorchRouter:
         self._call += 1
         what = f"routing call {self._call}"
         reason = error and f"{type(error).__name__}: {error}"
-        told = self._control.gather((num_tokens, reason), what)
+        gathered = self._control.gather((num_tokens, reason), what)
         if error is not None:
             raise error
-        refused = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why)
+        refused = "; ".join(f"rank {rank}: {why}" for rank, (_, why) in enumerate(gathered) if why)
         if refused:
             raise PeerError(f"rank {self._control.rank}: {what} was refused by {refused}")
-        return [size for size, _ in told]
+        return [size for size, _ in gathered]

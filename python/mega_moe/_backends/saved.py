@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mega_moe._backends.symmetric import Shape
 from mega_moe._backends.tables import PAD_ROWS
 
-# Of a share of 1. Whole numbers, so that a compiler with a symbolic number of tokens can follow.
+# Parts that make a share of 1. Whole numbers, so that a compiler with a symbolic number of tokens can follow.
 _PARTS = 1024
 
 
@@ -33,7 +33,7 @@ class SavedRows:
     top_k: int
     rows_of_others: int  # at most, of the tokens of the other ranks
     rows_of_chunk: int  # at most
-    padding: int  # slots beside the rows of each chunk
+    padding: int  # slots besides the rows of each chunk
 
     @classmethod
     def of(cls, shape: Shape, share: float) -> SavedRows:
@@ -57,6 +57,6 @@ class SavedRows:
             return 0
         own = num_tokens * self.top_k
         rows = min(self.parts * own // _PARTS, own + self.rows_of_others)
-        # Of two neighbouring chunks the rows exceed what one may hold.
+        # The rows of two neighbouring chunks exceed what one may hold.
         chunks = 2 * (rows // (self.rows_of_chunk + 1)) + 1
         return -(-rows // PAD_ROWS) * PAD_ROWS + chunks * self.padding

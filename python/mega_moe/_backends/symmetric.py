@@ -158,13 +158,13 @@ def of_group(nbytes: int, device: torch.device, group: Any, control: Control) ->
     except RuntimeError as failed:
         error = failed
     # No rank writes into another's part before that is zero, nor one that failed.
-    told = control.gather((offset, bases, error and str(error)), "allocation of symmetric memory")
+    gathered = control.gather((offset, bases, error and str(error)), "allocation of symmetric memory")
     if error is not None:
         raise error
     listed = "; ".join(
-        f"rank {r}: offset {o}, addresses {b}, {e or 'mapped'}" for r, (o, b, e) in enumerate(told)
+        f"rank {r}: offset {o}, addresses {b}, {e or 'mapped'}" for r, (o, b, e) in enumerate(gathered)
     )
-    if any(o != offset or e or not all(b) for o, b, e in told) or offset % _ALIGNMENT:
+    if any(o != offset or e or not all(b) for o, b, e in gathered) or offset % _ALIGNMENT:
         raise MegaMoEError(f"symmetric memory: want every rank reachable at one aligned offset, got {listed}")
     return SymmetricMemory(memory, [base + offset for base in bases], handle)
 

@@ -64,7 +64,7 @@ def as_activation(
         return default if activation is None else activation
     if activation is not None:
         raise ValueError(
-            f"activation_clamp: got {activation_clamp} beside activation, want one of them: Activation(clamp=...)"
+            f"activation_clamp: got {activation_clamp} alongside activation, want one of them: Activation(clamp=...)"
         )
     if isinstance(activation_clamp, bool) or not isinstance(activation_clamp, (int, float)):
         raise TypeError(f"activation_clamp: got {type(activation_clamp).__name__}, want None or a number > 0")

@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     """The options of the command; lists are separated by commas."""
     made = argparse.ArgumentParser(
         prog="mega-moe bench",
-        description="Time the layer with every backend beside the ceilings of this machine. Under torchrun the experts "
+        description="Time the layer with every backend, and this machine's ceilings. Under torchrun the experts "
         "are spread over the ranks and the slowest rank counts. Without a GPU the tiny shape runs in seconds.",
         epilog="`mega-moe bench step` times whole training steps, `python -m mega_moe.bench.kernels` launches of the "
         "fused kernels alone.",
@@ -122,7 +122,7 @@ def _refusals(options: Options, context: Context) -> Iterator[str | None]:
     for shape in options.shapes:
         for case in options.cases:
             for backend in case.backends or BACKENDS:
-                told = mega_moe.explain(
+                verdict = mega_moe.explain(
                     **shape.sizes(),
                     max_tokens_per_rank=options.tokens or shape.default_tokens,
                     precision=case.precision,
@@ -132,7 +132,7 @@ def _refusals(options: Options, context: Context) -> Iterator[str | None]:
                     backend=backend,
                     device=context.device,
                 )
-                yield None if told.chosen else f"{shape.name} {case.precision}: {told.verdict(backend)}"
+                yield None if verdict.chosen else f"{shape.name} {case.precision}: {verdict.verdict(backend)}"
 
 
 def _report(row: schema.Row, first: bool) -> None:

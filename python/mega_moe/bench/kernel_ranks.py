@@ -219,8 +219,8 @@ class KernelRanks:
             outer.wait_stream(stream)
 
     def captured(self) -> torch.cuda.CUDAGraph:
-        """One call as a graph: ranks that are launched by turns start up to 0.1 ms apart, which on devices of their own
-        they would not."""
+        """One call as a graph: ranks launched one after another start up to 0.1 ms apart, which on devices of their
+        own they would not."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.call()

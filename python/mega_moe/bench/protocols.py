@@ -184,7 +184,7 @@ def measure(
         if mhz is not None:
             clocks.append(mhz)
         wanted = max(3, min(protocol.windows, int(budget_s / (seconds + protocol.idle_s))))
-    # The lowest clock of the ranks stands beside the longest time of the ranks; -1 where a rank could read none.
+    # The lowest clock of the ranks stands alongside the longest time of the ranks; -1 where a rank could read none.
     lowest = ranks.minimum(statistics.median(clocks) if clocks else -1.0)
     clock = lowest if lowest > 0 else None
     return Timing(

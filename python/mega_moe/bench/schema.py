@@ -34,7 +34,7 @@ def _require(condition: bool, field: str, got: object, wanted: str) -> None:
 
 
 def _require_reason(field: str, value: object, reason: str | None) -> None:
-    wanted = "a reason" if value is None else "null beside a value"
+    wanted = "a reason" if value is None else "null alongside a value"
     _require((value is None) == bool(reason), f"{field}_reason", reason, wanted)
 
 

@@ -64,7 +64,7 @@ _TABLE = (
     Kind(2, "wait for down inputs", "down", State.WAIT, Index.TILE),
     Kind(3, "load gate/up", "gate/up", State.COPY, Index.TILE),
     Kind(4, "load down", "down", State.COPY, Index.TILE),
-    Kind(5, "wait for turn", "turn", State.WAIT, Index.TILE),
+    Kind(5, "wait for tile", "tile", State.WAIT, Index.TILE),
     Kind(6, "gate/up", "gate/up", State.PRODUCTS, Index.TILE),
     Kind(7, "down", "down", State.PRODUCTS, Index.TILE, after=8),
     Kind(8, "epilogue gate/up", "gate/up", State.EPILOGUE, Index.TILE),
@@ -73,8 +73,8 @@ _TABLE = (
     Kind(11, "pull", "pull", State.COPY, Index.ENTRY),
     Kind(12, "wait to push", "push", State.WAIT, Index.ENTRY),
     Kind(13, "push", "push", State.COPY, Index.ENTRY),
-    Kind(14, "wait for home rows", "home sum", State.WAIT, Index.ENTRY),
-    Kind(15, "home sum", "home sum", State.COPY, Index.ENTRY),
+    Kind(14, "wait for owner sum", "owner sum", State.WAIT, Index.ENTRY),
+    Kind(15, "owner sum", "owner sum", State.COPY, Index.ENTRY),
     Kind(16, "routing", "routing", State.SETUP),
     Kind(17, "first rows", "first rows", State.SETUP),
     Kind(18, "wait for dz inputs", "dz", State.WAIT, Index.TILE),
@@ -92,7 +92,7 @@ _TABLE = (
 )
 KINDS = {kind.number: kind for kind in _TABLE}
 
-TRAFFIC = ("pull", "push", "home sum")
+TRAFFIC = ("pull", "push", "owner sum")
 """Parts that move rows between ranks; what of them products hide is the overlap."""
 
 

@@ -36,10 +36,10 @@ def main(words: list[str]) -> int:
 
 def _report() -> list[str]:
     """A line for each mma_type."""
-    told = ((mma_type, serves(precision)) for mma_type, precision in MMA_TYPES.items())
+    verdicts = ((mma_type, serves(precision)) for mma_type, precision in MMA_TYPES.items())
     return [
         f"{mma_type}: {'not on the fused kernels: ' + '; '.join(reasons) if reasons else 'served by the fused kernels'}"
-        for mma_type, reasons in told
+        for mma_type, reasons in verdicts
     ]
 
 

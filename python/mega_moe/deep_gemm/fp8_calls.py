@@ -38,7 +38,7 @@ def fp8_mega_moe(
     fast_math: bool = True,
     num_tokens_bound: int | None = None,
 ) -> None:
-    """Writes y ``[T, H]`` bf16 from the first T rows of the buffer, whose x is e4m3 with scales beside it.
+    """Writes y ``[T, H]`` bf16 from the first T rows of the buffer, whose x is e4m3 with scales alongside it.
 
     Args:
         y: overwritten; its number of rows is T.
@@ -150,9 +150,9 @@ def fp8_mega_moe_backward(
 def _given_codes(sym_buffer: SymmBuffer, name: str) -> GivenCodes:
     given = sym_buffer.moe.given_codes
     if given is None:
-        told = f"{name}: backend {sym_buffer.moe.backend} quantizes by itself and reads no given scales"
+        refused = f"{name}: backend {sym_buffer.moe.backend} quantizes by itself and reads no given scales"
         reasons = "; ".join(sym_buffer.moe.explanation.verdict("fused").reasons)
-        raise BackendRefusedError(f"{told}{f'; fused: {reasons}' if reasons else ''}")
+        raise BackendRefusedError(f"{refused}{f'; fused: {reasons}' if reasons else ''}")
     return given
 
 

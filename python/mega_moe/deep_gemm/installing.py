@@ -1,4 +1,4 @@
-"""``import deep_gemm`` resolves to this face: beside an installed DeepGEMM, or as a stand-in for a missing one."""
+"""``import deep_gemm`` resolves to this face: alongside an installed DeepGEMM, or as a stand-in for a missing one."""
 
 from __future__ import annotations
 
@@ -159,6 +159,6 @@ def _installed_one() -> ModuleType | None:
     # It runs much at import: a missing compiler is an assertion there, a wrong driver an OSError.
     except Exception as error:  # noqa: BLE001
         sys.modules.pop(_NAME, None)
-        told = f"the installed deep_gemm does not import ({type(error).__name__}: {error}); mega_moe stands in for it"
-        warnings.warn(told, RuntimeWarning, stacklevel=3)
+        text = f"the installed deep_gemm does not import ({type(error).__name__}: {error}); mega_moe stands in for it"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
         return None

@@ -157,7 +157,7 @@ def get_symm_buffer_for_mega_moe(
     if num_shared_experts != 0:
         raise ValueError(
             f"num_shared_experts: got {num_shared_experts}, want 0: shared experts are no part of this layer, "
-            "compute them beside it"
+            "compute them alongside it"
         )
     if use_fp8_dispatch is not None and use_fp8_dispatch != (mma_type == "fp8xfp8"):
         raise ValueError(

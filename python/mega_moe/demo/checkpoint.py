@@ -1,7 +1,7 @@
 """Save and resume, bit for bit, at the same or at another number of ranks.
 
 A checkpoint is a folder `step-<n>` of torch.distributed.checkpoint (weights and Adam moments, each under its
-parameter's name) with `run.json` beside the tensors. `run.json` is written last: a folder without it is not complete.
+parameter's name) with `run.json` next to the tensors. `run.json` is written last: a folder without it is not complete.
 The data order needs no state, because a batch is a function of (seed, step).
 """
 

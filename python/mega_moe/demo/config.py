@@ -30,7 +30,7 @@ class Config:
     vocab_size: int = 256  # the model reads bytes
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
-    balance_coefficient: float = 1e-2  # weight of the load-balancing loss beside the cross-entropy
+    balance_coefficient: float = 1e-2  # weight of the load-balancing loss alongside the cross-entropy
 
     # Data.
     sequence_length: int = 128  # bytes

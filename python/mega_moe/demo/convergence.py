@@ -101,7 +101,7 @@ def _one(config: Config, out: Path, precision: str, backend: str, device: str | 
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Training loss over the steps, one line a run, and the final held-out losses beside it."""
+    """Training loss over the steps, one line a run, and the final held-out losses alongside it."""
     # The object interface: pyplot would choose a screen and keep global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

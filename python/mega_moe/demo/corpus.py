@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_moe.demo.config import Config
 from mega_moe.demo.streams import random_stream
 
-# Not library code: test suites (some systems ship them apart), and whatever was installed beside the library.
+# Not library code: test suites (some systems ship them apart), and whatever was installed alongside the library.
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 

@@ -1,4 +1,4 @@
-"""Whether training with a backend follows training with the reference: one run beside three that differ by one ulp.
+"""Whether training with a backend follows training with the reference: one run alongside three that differ by one ulp.
 
     python -m mega_moe.demo.follow [--backend fused] [--steps 400] [--out demo-run/follow]
 

@@ -24,7 +24,7 @@ class DispatchConfig:
     Attributes:
         precision: "bf16", "fp8", "fp8_bwd" or "mxfp8", as of `mega_moe.MoEBuffer`.
         max_tokens_per_rank: largest number of tokens of one call on any rank; None takes the sequence length.
-        num_reserved_sms: SMs that the fused kernels leave to NCCL, which runs beside them in a trainer.
+        num_reserved_sms: SMs that the fused kernels leave to NCCL, which runs alongside them in a trainer.
         backend: "auto" or the name of a backend.
         strict: True forbids falling back from the fused backend; None leaves it to MEGA_MOE_STRICT.
         layers: which MoE layers are switched, counted from 0 among the MoE layers of the model: "all", a percentage

@@ -27,7 +27,7 @@ class RoutingReplay:
     router still gets its gradient.
 
     Args:
-        model: after `convert`. The router of a layer is the child ``gate`` or ``router`` beside its experts.
+        model: after `convert`. The router of a layer is the child ``gate`` or ``router`` alongside its experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,7 +39,7 @@ class RoutingReplay:
             router = _router_beside(model, name)
             if router is None:
                 raise ValueError(
-                    f"{name}: no router ({' or '.join(_ROUTERS)}) beside it to record or to replay"
+                    f"{name}: no router ({' or '.join(_ROUTERS)}) alongside it to record or to replay"
                 )
             self._routers.append((router, served.adapter))
 

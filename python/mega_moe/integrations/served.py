@@ -103,7 +103,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 @dataclasses.dataclass(eq=False)
 class Served:
-    """What a switched module holds beside its parameters: who serves it, and who watches."""
+    """What a switched module holds besides its parameters: who serves it, and who watches."""
 
     adapter: ExpertAdapter
     buffers: DeviceBuffers

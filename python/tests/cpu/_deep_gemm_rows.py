@@ -20,7 +20,7 @@ ROWS: dict[str, tuple[tuple[str, ...], Request, Sequence[RankFacts]]] = {
     "two hosts": ((), request(num_ranks=2), [gpu(0, 2, **HAS), gpu(1, 2, **HAS, host="b", machine="c")]),
     "absent": ((ABSENT,), request(), [gpu(**LACKS)]),
     "cpu": (("needs an NVIDIA GPU, the device is cpu",), request(), [cpu()]),
-    "h100 beside rtx": (
+    "h100 alongside rtx": (
         (
             "rank 1: DeepGEMM serves sm_90 and sm_100, the device is sm_120",
             f"rank 1: {ABSENT}",

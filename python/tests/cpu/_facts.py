@@ -20,7 +20,7 @@ STAGE_ONLY = (Variant("stage", "90a", "bf16"), Variant("clock_probe", "90a", "no
 
 
 def kernels(*pairs: str) -> tuple[Variant, ...]:
-    """Variants given as "op precision", beside the routing kernel and that which quantizes weights."""
+    """Variants given as "op precision", alongside the routing kernel and that which quantizes weights."""
     return (ROUTE, QUANTIZE_WEIGHTS, *(v for v in FULL if f"{v.op} {v.precision}" in pairs))
 
 

@@ -216,7 +216,7 @@ class FakeKernels:
             y.fill_(float("nan"))
 
     def _found(self, x: Tensor, rank: Rank) -> FoundCodes:
-        """Codes where the buffer stages them, beside their scales."""
+        """Codes where the buffer stages them, alongside their scales."""
         staged = rank.buffers[rank.rank] + STAGING
         assert len(x) == 0 or x.data_ptr() == staged
         hidden = x.shape[1]

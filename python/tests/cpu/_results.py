@@ -92,7 +92,7 @@ def sample(**environment: Any) -> Result:
 
 
 def uneven_and_peer() -> Result:
-    """Eight ranks: an uneven layer and another implementation's two rows beside the usual ones."""
+    """Eight ranks: an uneven layer and another implementation's two rows alongside the usual ones."""
     peer = {
         "kind": "peer",
         "peer": "other",

@@ -94,7 +94,7 @@ class Model(nn.Module):
 
 
 class OwnAdapter(PackedExperts):
-    """As a user writes one: which modules, and what the router beside them returns."""
+    """As a user writes one: which modules, and what the router alongside them returns."""
 
     family = "the test's own"
 

@@ -65,9 +65,9 @@ def test_every_door_takes_it() -> None:
 def test_both_forms_together_are_refused() -> None:
     problem = random_problem(16, 16, 8, 4, 2, dtype=torch.float32)
     with mega_moe.MoEBuffer(**SIZES, dtype=torch.float32) as buffer:
-        with pytest.raises(ValueError, match=r"activation_clamp: got 1\.0 beside activation"):
+        with pytest.raises(ValueError, match=r"activation_clamp: got 1\.0 alongside activation"):
             mega_moe.moe(*problem.inputs, buffer=buffer, activation=Activation(), activation_clamp=1.0)
-        with pytest.raises(ValueError, match=r"activation_clamp: got 1\.0 beside activation"):
+        with pytest.raises(ValueError, match=r"activation_clamp: got 1\.0 alongside activation"):
             mega_moe.nn.MegaMoE(16, 8, 4, activation=Activation(), activation_clamp=1.0)
         with pytest.raises(TypeError, match=r"activation: got str, want a mega_moe\.Activation"):
             mega_moe.moe(*problem.inputs, buffer=buffer, activation="swiglu")  # type: ignore[arg-type]

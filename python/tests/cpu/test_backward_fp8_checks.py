@@ -17,7 +17,7 @@ from mega_moe._backends.symmetric import Shape
 from mega_moe._base.layer import Gradients
 from mega_moe._base.mode import Mode
 
-# What is tested here lies beside the GPU tests that use it.
+# What is tested here lies alongside the GPU tests that use it.
 from ..gpu import _backward_fp8, _forward, _tensor_core  # noqa: TID252
 from ..gpu._backward import random_dy  # noqa: TID252
 from ..gpu._forward_ranks import shape_of  # noqa: TID252

@@ -10,7 +10,7 @@ import torch
 
 from mega_moe._backends.tables import plain_tables
 
-# What is tested here lies beside the GPU tests that use it.
+# What is tested here lies alongside the GPU tests that use it.
 from ..gpu import (  # noqa: TID252
     memcheck_backward,
     memcheck_forward,

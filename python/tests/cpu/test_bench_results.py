@@ -93,7 +93,7 @@ def drop_environment(data: Any) -> None:
         (change("rows.4.outcome.timing.mhz", None), r"timing.mhz_reason: got None, wanted a reason"),
         (
             change("rows.4.outcome.timing.mhz_reason", "x"),
-            r"timing.mhz_reason: got 'x', wanted null beside a value",
+            r"timing.mhz_reason: got 'x', wanted null alongside a value",
         ),
         (
             change("rows.6.outcome.reasons", []),

@@ -155,7 +155,7 @@ def test_parameters_and_flops_are_those_of_the_model() -> None:
     attention = sum(n for name, n in counted.items() if ".qkv." in name or ".out." in name)
     assert experts == 2 * SMALL.expert_parameters
     assert attention == 2 * SMALL.attention_parameters
-    # Two FLOPs for each weight that a token meets, forward, and twice that backward; attention itself beside it.
+    # Two FLOPs for each weight that a token meets, forward, and twice that backward; attention itself comes on top.
     met = attention + experts * SMALL.top_k / SMALL.num_experts + 2 * 32 * 4 + 64 * 32
     scores = 2 * 2 * SMALL.sequence * 2 * 16
     assert SMALL.flops(10) == 3 * 10 * (2 * met + scores)

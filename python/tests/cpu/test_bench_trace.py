@@ -131,11 +131,11 @@ def test_summary_of_one_cta() -> None:
     assert products.busy_percent == pytest.approx(50)
     assert products.deciles == pytest.approx((0, 0, 100, 100, 100, 0, 50, 100, 50, 0))
     overlaps = {overlap.part: overlap for overlap in summary.overlaps}
-    assert set(overlaps) == {"pull", "push"}  # no home sum was recorded
+    assert set(overlaps) == {"pull", "push"}  # no owner sum was recorded
     assert overlaps["pull"].device == pytest.approx(50)  # 2.0 to 2.5 of 1.5 to 2.5 us
     assert overlaps["push"].device == pytest.approx(25)  # 8.0 to 8.5 of 8 to 10 us
     counts = {times.kind.label: times.count for times in summary.kinds}
-    assert counts["wait for turn"] == 2
+    assert counts["wait for tile"] == 2
     assert "push" in render(summary)
 
 
@@ -192,7 +192,7 @@ def test_table_of_kinds_is_sound() -> None:
 def test_table_is_the_kernels_own_list() -> None:
     header = Path(__file__).resolve().parents[3] / "kernels" / "layout" / "trace.h"
     if not header.is_file():
-        pytest.skip("the sources of the kernels are not beside the tests")
+        pytest.skip("the sources of the kernels are not alongside the tests")
 
     def names(enum: str) -> list[str]:
         body = re.sub(r"//.*", "", header.read_text().split(f"enum class {enum}")[1].split("}")[0])
@@ -207,8 +207,10 @@ def test_table_is_the_kernels_own_list() -> None:
         assert name.startswith("Store") == (kind.state is State.EPILOGUE), name
         assert name.endswith("Down") == (kind.part == "down"), name
         assert name.endswith("GateUp") == (kind.part == "gate/up"), name
-        for part in ("Pull", "Push", "Home"):
-            assert name.endswith(part) == kind.part.startswith(part.lower()), name
+        for part in ("Pull", "Push", "OwnerSum"):
+            assert name.endswith(part) == (kind.part == {"OwnerSum": "owner sum"}.get(part, part.lower())), (
+                name
+            )
 
 
 # --- files
@@ -266,7 +268,7 @@ def test_states_of_the_picture_add_up_to_all_ctas() -> None:
     assert states[State.EPILOGUE].tolist() == pytest.approx([0] * 10 + [2] * 2 + [0] * 5 + [2] + [0] * 2)
     moving = trace_draw.traffic(got, edges)
     assert moving["pull"].tolist() == pytest.approx([0] * 3 + [2] * 2 + [0] * 15)
-    assert float(moving["home sum"].sum()) == 0
+    assert float(moving["owner sum"].sum()) == 0
 
 
 def test_a_handful_of_ctas_is_shown() -> None:

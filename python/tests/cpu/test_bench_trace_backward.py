@@ -126,7 +126,7 @@ def test_columns_of_the_index() -> None:
 def test_extents_are_the_kernels_own() -> None:
     header = Path(__file__).resolve().parents[3] / "kernels" / "layout" / "gradients.h"
     if not header.is_file():
-        pytest.skip("the sources of the kernels are not beside the tests")
+        pytest.skip("the sources of the kernels are not alongside the tests")
     constants = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header.read_text()))
     assert int(constants["kPartRows"]) == PART_ROWS
     # A tile of a cluster of two CTAs.

@@ -40,7 +40,7 @@ H200 = RankFacts(
     variants=(
         Variant("route", "90a", "none"),
         Variant("forward", "90a", "bf16", 256, 128),
-        Variant("backward", "90a", "bf16", 256, 128),
+        Variant("backward", "90a", "bf16", 256, 128, "bf16"),
     ),
 )
 
@@ -50,7 +50,8 @@ H200 = RankFacts(
 def test_without_a_tracing_variant_the_reason_is_said(
     architectures: list[str], held: bool, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracing = tuple(Variant(f"{direction}_trace", name, "bf16", 256, 128) for name in architectures)
+    wgrad = "bf16" if direction == "backward" else "none"
+    tracing = tuple(Variant(direction, name, "bf16", 256, 128, wgrad, trace=True) for name in architectures)
     monkeypatch.setattr(facts, "collect", lambda *_: replace(H200, variants=(*H200.variants, *tracing)))
     options = kernel_ranks.Options(SHAPES["30B"], 128, 1, direction)
     reason = f"this wheel holds no tracing variant of the bf16 {direction} kernel for sm_90"

@@ -229,7 +229,7 @@ def test_doctor_tells_versions_library_devices_and_verdicts(capsys: pytest.Captu
 
 
 def gpu(index: int, **changes: Any) -> RankFacts:
-    """A made-up H200 beside a second one that it reaches."""
+    """A made-up H200 alongside a second one that it reaches."""
     known: dict[str, Any] = dict(
         host="here",
         machine="here",

@@ -168,7 +168,7 @@ def test_a_refusal_of_another_rank(problem: Problem, buffer: MoEBuffer, fake_ker
 
 def test_a_lost_rank_ends_the_buffer(problem: Problem, buffer: MoEBuffer, fake_kernels: FakeKernels) -> None:
     leaves = problem.requires_grad()
-    fake_kernels.report(faults.PROGRESS, role=faults.HOME_SUM, index=5, seen=0, wanted=1)
+    fake_kernels.report(faults.PROGRESS, role=faults.OWNER_SUM, index=5, seen=0, wanted=1)
     y = call(leaves, buffer)
     with pytest.raises(RankTimeoutError, match=r"combine in call 1 .* own token 5"):
         y.backward(leaves.dy)

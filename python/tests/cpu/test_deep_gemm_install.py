@@ -1,4 +1,4 @@
-"""``import deep_gemm``: a stand-in without a DeepGEMM, additions beside one, and a way back from both."""
+"""``import deep_gemm``: a stand-in without a DeepGEMM, additions alongside one, and a way back from both."""
 
 from __future__ import annotations
 
@@ -161,15 +161,15 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import deep_gemm
-import beside
+import alongside
 assert __name__ == "__main__"
-print(deep_gemm.bf16_mega_moe.__module__, beside.VALUE, *sys.argv[1:])
+print(deep_gemm.bf16_mega_moe.__module__, alongside.VALUE, *sys.argv[1:])
 """
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "trainer.py").write_text(SCRIPT)
-    (folder / "beside.py").write_text("VALUE = 7\n")
+    (folder / "alongside.py").write_text("VALUE = 7\n")
     command = [sys.executable, "-m", "mega_moe.deep_gemm", *words]
     path = str(Path(mega_moe.__file__).parents[1])
     import os

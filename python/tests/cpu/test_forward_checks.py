@@ -11,7 +11,7 @@ import torch
 
 from mega_moe.testing import fp64_moe
 
-# What is tested here lies beside the GPU tests that use it.
+# What is tested here lies alongside the GPU tests that use it.
 from ..gpu import (  # noqa: TID252
     _forward,
     _stand_in,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_moe._backends.quantize import quantize_rows
 
-# What is tested here lies beside the GPU tests that use it.
+# What is tested here lies alongside the GPU tests that use it.
 from ..gpu import _forward, _forward_fp8, memcheck_forward_fp8  # noqa: TID252
 from ..gpu._emulated import emulated  # noqa: TID252
 from ..gpu._virtual import random_ids  # noqa: TID252

@@ -188,7 +188,7 @@ def test_a_norm_that_is_not_finite() -> None:
 
 
 def few_rows(rank: int) -> None:
-    """A matrix of two rows over four ranks, of which two hold nothing, beside a plain one that all hold."""
+    """A matrix of two rows over four ranks, of which two hold nothing, alongside a plain one that all hold."""
     torch.manual_seed(0)
     alone, model, plain = (
         nn.Linear(8, 2, bias=False),
@@ -249,7 +249,7 @@ def mixed(rank: int) -> None:
         assert 1e-4 < error < 0.2, (name, error)  # a near tie of the router may flip
 
 
-# The router's linear layer gives the norm bf16 input beside weights that are gathered in bf16 as well.
+# The router's linear layer gives the norm bf16 input alongside weights that are gathered in bf16 as well.
 def test_mixed_precision() -> None:
     FOUR.values(mixed)
 

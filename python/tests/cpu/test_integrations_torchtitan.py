@@ -147,7 +147,7 @@ def test_copies_are_told_apart() -> None:
 
 
 def spread(rank: int) -> None:
-    """EP = 2 beside two data ranks: the gradients of the whole batch, each a tensor of the parameter's own shape."""
+    """EP = 2 alongside two data ranks: the gradients of the whole batch, each a tensor of the parameter's own shape."""
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
     alone = build()
     rng = torch.Generator().manual_seed(1)

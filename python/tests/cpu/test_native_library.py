@@ -61,7 +61,7 @@ def test_is_built_from_these_sources() -> None:
     """A stale wheel would let the tests pass for code that is not here."""
     script = Path(__file__).resolve().parents[3] / "kernels" / "hash_kernels.py"
     if not script.exists():
-        pytest.skip("the sources of the kernels are not beside the tests")
+        pytest.skip("the sources of the kernels are not alongside the tests")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert library.build_record()["kernels_sha256"] == done.stdout.strip()
 

@@ -91,7 +91,7 @@ def abort_word(rank: int, role: int, kind: int, index: int) -> int:
             ["combine in call 17", "own expert outputs for entry 77"],
         ),
         (
-            record(faults.HOME_SUM, faults.PROGRESS, 1000, 16, 17),
+            record(faults.OWNER_SUM, faults.PROGRESS, 1000, 16, 17),
             RankTimeoutError,
             ["combine in call 17", "sums of the other ranks for its own token 1000"],
         ),
@@ -118,7 +118,7 @@ def abort_word(rank: int, role: int, kind: int, index: int) -> int:
         ),
         (
             record(
-                faults.HOME_SUM, faults.ABORTED, 0, abort_word(2, faults.CHUNK_FREE, faults.PROGRESS, 1), 0
+                faults.OWNER_SUM, faults.ABORTED, 0, abort_word(2, faults.CHUNK_FREE, faults.PROGRESS, 1), 0
             ),
             PeerError,
             ["combine in call 17", "rank 2 gave up", "own chunk 1"],

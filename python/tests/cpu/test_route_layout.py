@@ -77,11 +77,11 @@ def test_pools_are_there_when_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("ops")
-def test_home_slots_are_there_when_asked_for() -> None:
-    without = symmetric_layout(shape()).parts["home"]
-    with_home = symmetric_layout(shape(intermediate=768, mode=LAYER)).parts["home"]
+def test_owner_sums_are_there_when_asked_for() -> None:
+    without = symmetric_layout(shape()).parts["owner_sums"]
+    with_sums = symmetric_layout(shape(intermediate=768, mode=LAYER)).parts["owner_sums"]
     assert without[1] == 0
-    assert with_home[1] == 16384 * 8 * 2048 * 2
+    assert with_sums[1] == 16384 * 8 * 2048 * 2
 
 
 def test_a_staging_area_is_where_the_stager_expects_it(ops: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from mega_moe._backends.quantize import E4M3
 
-# What is tested here lies beside the GPU tests that use it.
+# What is tested here lies alongside the GPU tests that use it.
 from ..gpu._tensor_core import in_torch  # noqa: TID252
 
 # Codes of two rows and two columns with 64 of the contraction each, and their products.

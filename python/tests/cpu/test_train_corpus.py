@@ -14,7 +14,7 @@ from ._train import small
 
 
 def library(folder: Path, num_files: int = 8) -> Path:
-    """A folder of files, each of 400 equal letters: a, b, c ..., with things beside them that are not text to read."""
+    """A folder of files, each of 400 equal letters: a, b, c ..., with things among them that are not text to read."""
     for i in range(num_files):
         (folder / f"pkg{i % 2}").mkdir(exist_ok=True, parents=True)
         (folder / f"pkg{i % 2}" / f"m{i}.py").write_text(chr(97 + i) * 400)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 # Relative L2 of bf16 results against fp64 fed the same inputs, over a rank's tokens and over an expert's. Right
 # rounding leaves 3.2e-3 to 4.3e-3 there, and up to 7e-3 in a single token of 256 columns. A token is measured by its
-# parts, since weights of both signs can make y small beside them.
+# parts, since weights of both signs can make y small next to them.
 TOLERANCE = 6e-3
 TOKEN_TOLERANCE = 1e-2
 SHORT, LONG = 384, 1536  # I: few and many blocks of the shorter contraction
-MANY = 64  # tokens from which on TOLERANCE holds: all of a few may be small beside their parts
+MANY = 64  # tokens from which on TOLERANCE holds: all of a few may be small next to their parts
 ROWS_AT_ONCE = 1 << 16  # of an expert in fp64
 
 

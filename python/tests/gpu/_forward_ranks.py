@@ -62,7 +62,7 @@ def pool_of(chunks: str, shape: Shape) -> int:
 
 
 class ForwardRanks(VirtualRanks):
-    """``shape.num_ranks`` ranks with the forward beside the routing; all memory but the state starts as NaN."""
+    """``shape.num_ranks`` ranks with the forward alongside the routing; all memory but the state starts as NaN."""
 
     def __init__(
         self,

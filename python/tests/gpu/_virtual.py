@@ -109,7 +109,7 @@ class VirtualRanks:
 
 @functools.cache
 def _load_routing(device: torch.device) -> None:
-    """A rank that refuses a call routes only; alone in its process it would not do so beside another's forward."""
+    """A rank that refuses a call routes only; alone in its process it would not do so alongside another's forward."""
     if device.type != "cuda":
         return
     shape = Shape(128, 1, 1, 256, 1)
@@ -172,7 +172,7 @@ def assert_tables(
     weights: Sequence[Tensor] | None = None,
     on: torch.device | str = "cpu",
 ) -> None:
-    """The tables of all ranks are those of stable sorts on the device ``on``, and the weights lie beside their rows."""
+    """The tables of all ranks are those of stable sorts on the device ``on``, and the weights lie with their rows."""
     there = [own.to(on) for own in ids]
     for rank, (router, routing) in enumerate(zip(ranks.routers, results, strict=True)):
         got = router.tables(routing)

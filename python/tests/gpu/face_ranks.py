@@ -1,4 +1,4 @@
-"""One rank of `torchrun`: DeepGEMM's calls in fp8 on a GPU of its own, beside the layer that quantizes by itself.
+"""One rank of `torchrun`: DeepGEMM's calls in fp8 on a GPU of its own, alongside the layer that quantizes by itself.
 
 python3 -m torch.distributed.run --nproc-per-node N python/tests/gpu/face_ranks.py
 """

@@ -143,7 +143,7 @@ def check_beside_collectives(me: Rank) -> None:
         return
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = RESERVED_SMS  # a launch waits for its SMs: NCCL must fit into those left to it
-    beside = dist.new_group(pg_options=options)
+    alongside = dist.new_group(pg_options=options)
     stream = torch.cuda.Stream(me.device)
     sums = [torch.full((1 << 22,), float(me.rank + step), device=me.device) for step in range(CALLS)]
     with me.buffer(num_reserved_sms=RESERVED_SMS) as buffer:
@@ -152,7 +152,7 @@ def check_beside_collectives(me: Rank) -> None:
         dist.barrier()
         for step in range(CALLS):
             with torch.cuda.stream(stream):
-                dist.all_reduce(sums[step], group=beside)
+                dist.all_reduce(sums[step], group=alongside)
             got = me.results(buffer)
             check_same(got, want, f"step {step}", me.backend)
         buffer.check()

@@ -201,7 +201,7 @@ def test_rows_of_extreme_size_reach_their_own_tokens_alone(
         assert got.dx is not None
         assert got.dtopk is not None
         assert plain.dx is not None
-        assert_same_y([got.dx[others]], [plain.dx[others]], f"dx beside {value}")
+        assert_same_y([got.dx[others]], [plain.dx[others]], f"dx alongside {value}")
         if value != 3e38:  # whose sums may overflow
             assert bool(got.dx[77].isfinite().all()) == (value < 1), value
         if value == 0.0:

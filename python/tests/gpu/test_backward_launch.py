@@ -1,4 +1,4 @@
-"""Captured steps, other work beside them, and layers and buffers that alternate, in both directions."""
+"""Captured steps, other work alongside them, and layers and buffers that alternate, in both directions."""
 
 from __future__ import annotations
 
@@ -199,14 +199,14 @@ def test_occupied_sms_only_delay(cuda_device: torch.device, precision: str) -> N
             torch.cuda._sleep(500_000_000)
         got = ranks.start_backward(layer, dy)
         torch.cuda.synchronize()
-        assert_same_bits(got, want, f"beside a sleeper, on {number} SMs")
+        assert_same_bits(got, want, f"alongside a sleeper, on {number} SMs")
         with torch.cuda.stream(side):
             for _ in range(20):
                 square @ square
         repeats = [ranks.start_backward(layer, dy) for _ in range(3)]
         torch.cuda.synchronize()
         for own in repeats:
-            assert_same_bits(own, want, f"beside products, on {number} SMs")
+            assert_same_bits(own, want, f"alongside products, on {number} SMs")
     ranks.check()
 
 

@@ -1,4 +1,4 @@
-"""The same bits again: over launches, over what memory held before, over delays of its roles, beside the forward."""
+"""The same bits again: over launches, over what memory held before, over delays of its roles, alongside the forward."""
 
 from __future__ import annotations
 

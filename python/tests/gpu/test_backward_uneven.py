@@ -21,7 +21,7 @@ LOADS = {
     "falling as 1/n": [1.0 / (1 + expert) for expert in range(EXPERTS)],
     "half of them empty": [float(expert % 2) for expert in range(EXPERTS)],
     "all on the last four": [float(expert >= EXPERTS - TOP_K) for expert in range(EXPERTS)],
-    "two rows beside the rest": [1.0 if expert < TOP_K else 1e-3 for expert in range(EXPERTS)],
+    "two rows alongside the rest": [1.0 if expert < TOP_K else 1e-3 for expert in range(EXPERTS)],
 }
 
 

@@ -176,7 +176,7 @@ def test_more_tokens_than_the_buffer_holds(problem: Problem) -> None:
 
 
 def test_calls_of_two_streams_take_turns(problem: Problem, buffer: mega_moe.MoEBuffer) -> None:
-    """Without an event of the caller's between them; and a backward beside forwards of another stream."""
+    """Without an event of the caller's between them; and a backward alongside forwards of another stream."""
     other = random_problem(500, 512, 256, 16, 4, seed=5, device=problem.x.device)
     want, want_other = call(problem, buffer), call(other, buffer)
     leaves = problem.requires_grad()

@@ -163,7 +163,7 @@ def test_a_bad_id_in_a_replay_makes_its_gradients_nan(problem: Problem, buffer: 
 
 
 def test_steps_of_two_streams_take_turns(problem: Problem, buffer: mega_moe.MoEBuffer) -> None:
-    """Without an event of the caller's between them: forwards of one beside backwards of the other."""
+    """Without an event of the caller's between them: forwards of one alongside backwards of the other."""
     mine, other = (
         problem.requires_grad(),
         random_problem(500, 512, 384, 16, 4, seed=5, device=problem.x.device).requires_grad(),

@@ -1,4 +1,4 @@
-"""DeepGEMM's names on a GPU: values through the fused kernels, graphs, and beside a real DeepGEMM."""
+"""DeepGEMM's names on a GPU: values through the fused kernels, graphs, and alongside a real DeepGEMM."""
 
 from __future__ import annotations
 

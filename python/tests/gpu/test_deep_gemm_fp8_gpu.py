@@ -235,7 +235,7 @@ def start(ranks: BackwardRanks, given: GivenCodes, rank: int, layer: Layer) -> T
 @pytest.mark.parametrize("chunks", ["one chunk", "many chunks"])
 @pytest.mark.parametrize("counts", [[700], [700, 300], [500, 0, 129, 512]], ids=len)
 def test_ranks_find_what_each_has_staged(cuda_device: torch.device, counts: list[int], chunks: str) -> None:
-    """The bits of a forward that quantizes x itself, also beside a rank that does; the backward, which stages x in
+    """The bits of a forward that quantizes x itself, also alongside a rank that does; the backward, which stages x in
     bf16 at the same place, comes between."""
     layer, ranks, given = ranks_of(cuda_device, counts, chunks)
     dy = random_dy(layer)

@@ -1,4 +1,4 @@
-"""Captured launches, other streams, kernels of others beside them, and calls of one buffer that alternate."""
+"""Captured launches, other streams, kernels of others alongside them, and calls of one buffer that alternate."""
 
 from __future__ import annotations
 
@@ -175,14 +175,14 @@ def test_occupied_sms_only_delay(cuda_device: torch.device, precision: str) -> N
             torch.cuda._sleep(500_000_000)
         y = ranks.start_all(layer)
         torch.cuda.synchronize()
-        assert_same_bits(y, want, f"beside a sleeper, on {number} SMs")
+        assert_same_bits(y, want, f"alongside a sleeper, on {number} SMs")
         with torch.cuda.stream(side):
             for _ in range(20):
                 square @ square
         repeats = [ranks.start_all(layer) for _ in range(5)]
         torch.cuda.synchronize()
         for own in repeats:
-            assert_same_bits(own, want, f"beside products, on {number} SMs")
+            assert_same_bits(own, want, f"alongside products, on {number} SMs")
     ranks.check()
 
 

@@ -103,7 +103,7 @@ def test_many_experts_of_one_rank(cuda_device: torch.device, experts: int) -> No
 
 
 def test_what_the_routing_has_no_room_for_is_refused_with_the_reason(cuda_device: torch.device) -> None:
-    """The most experts in many chunks of many tokens: the tables of the chunks do not fit beside the experts'."""
+    """The most experts in many chunks of many tokens: the tables of the chunks do not fit alongside the experts'."""
     layer = many_experts(cuda_device, 2048)
     most = 1 << 18
     ranks = new_ranks(

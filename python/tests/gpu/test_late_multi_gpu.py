@@ -1,4 +1,4 @@
-"""Late and missing ranks, collectives beside the layer and every precision, over processes with a GPU each."""
+"""Late and missing ranks, collectives alongside the layer and every precision, over processes with a GPU each."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Target:
         rest[CANARY + self.offsets[4] : -CANARY] = POISON  # zeroed by the constructor up to its end
         touched = (rest != POISON).nonzero().flatten()
         assert touched.numel() == 0, (
-            f"bytes written beside the parts, the first at {int(touched[0]) - CANARY}"
+            f"bytes written outside the parts, the first at {int(touched[0]) - CANARY}"
         )
 
 
@@ -221,14 +221,14 @@ def special_groups() -> Iterator[tuple[str, Tensor]]:
     yield "denormal scale", normal * 1e-38
     yield "smallest denormal of bf16", torch.full((128,), 2.0**-133)
     yield "denormals", torch.arange(128) * 2.0**-133
-    yield "denormals beside normals", torch.cat((torch.arange(64) * -(2.0**-133), normal[64:]))
+    yield "denormals alongside normals", torch.cat((torch.arange(64) * -(2.0**-133), normal[64:]))
     yield "largest", torch.full((128,), 3.3895e38)
     yield "3e38", normal.clamp(-1, 1) * 3e38
     yield "one Inf", torch.cat((normal[:127], torch.tensor([float("inf")])))
     yield "one -Inf", torch.cat((torch.tensor([-float("inf")]), normal[1:]))
     yield "all Inf", torch.full((128,), float("inf"))
     yield "one NaN", torch.cat((normal[:77], torch.tensor([float("nan")]), normal[78:]))
-    yield "NaN beside Inf", torch.cat((torch.tensor([float("nan"), float("inf")]), normal[2:]))
+    yield "NaN alongside Inf", torch.cat((torch.tensor([float("nan"), float("inf")]), normal[2:]))
     yield "all NaN", torch.full((128,), float("nan"))
     yield "ties", torch.arange(128) * (448.0 / 256.0)
     yield "codes near zero", torch.cat((torch.full((1,), 448.0), torch.arange(127) * 2.0**-12))

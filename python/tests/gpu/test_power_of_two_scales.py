@@ -1,6 +1,6 @@
 """Both directions in fp8 with scales that are powers of two: values, and the scales that lie in the kernels' memory.
 
-What is parametrised beside the fp32 scales lies with those: weights, staging, tokens of extreme size.
+What is parametrised with fp32 scales lies with those: weights, staging, tokens of extreme size.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import mega_moe
 from mega_moe._backends.activation import activate, rounded_sigmoid
 from mega_moe._backends.quantize import quantize_rows, quantize_weight, scaled_product
 from mega_moe._backends.symmetric import workspace_layout
+from mega_moe._base.activation import SWIGLU
 from mega_moe._base.layer import Gradients
 from mega_moe._base.mode import Mode
 from mega_moe.testing import random_problem
@@ -91,7 +92,7 @@ def test_what_the_forward_quantizes(cuda_device: torch.device, power_of_two: boo
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
     weight = quantize_weight(layer.gate_up[0], power_of_two)
     z = scaled_product(x, weight, block_product_of(cuda_device)).bfloat16()
-    h = activate(z, None, rounded_sigmoid) * layer.weights[0].float()
+    h = activate(z, SWIGLU, rounded_sigmoid) * layer.weights[0].float()
     _, want = quantize_rows(h, power_of_two)
     scales = scales_of(kernels, "h_sf_pool", 3)
     got = scales[: len(want)]

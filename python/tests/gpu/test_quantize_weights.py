@@ -150,7 +150,7 @@ def special_blocks() -> Iterator[tuple[str, Tensor]]:
     yield "one NaN", with_one(float("nan"))
     yield "one NaN in the last corner", with_one(float("nan"), (127, 127))
     yield (
-        "NaN beside Inf",
+        "NaN alongside Inf",
         with_one(float("nan")).index_put((torch.tensor(3), torch.tensor(4)), torch.tensor(float("inf"))),
     )
     yield "all NaN", torch.full((128, 128), float("nan"))

@@ -105,7 +105,7 @@ def test_every_cta_routes_once_and_rows_move(case: str, cuda_device: torch.devic
         assert events(trace, State.COPY, "pull") > 0
     assert events(trace, State.COPY, "push") > 0
     if options.num_ranks > 1:
-        assert events(trace, State.COPY, "home sum") > 0
+        assert events(trace, State.COPY, "owner sum") > 0
     summary = summarise(trace)
     assert summary.products is not None
     assert 0 < summary.products.head < summary.kernel_us

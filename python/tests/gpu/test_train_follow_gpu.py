@@ -1,4 +1,4 @@
-"""The demo trained with the fused backend beside the reference, for so few steps that roundings decide little.
+"""The demo trained with the fused backend alongside the reference, for so few steps that roundings decide little.
 
 `python -m mega_moe.demo.follow` compares whole runs with the noise of the reference; here the losses just must be near.
 """

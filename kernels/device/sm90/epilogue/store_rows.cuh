@@ -25,8 +25,8 @@ __device__ __forceinline__ void stage_block(const float* d, std::uint32_t buffer
     }
 }
 
-// The same of values that are bf16 already: `words` hold columns 8 i + 2 (lane % 4) and + 1, of row lane / 4
-// in the even ones and of row + 8 in the odd ones.
+// One warp's block as stage_block stages it, from values that are bf16 already: `words` hold columns 8 i + 2
+// (lane % 4) and + 1, of row lane / 4 in the even ones and of row + 8 in the odd ones.
 __device__ __forceinline__ void stage_words(const std::uint32_t* words, std::uint32_t buffer, int lane) {
     const int row = lane % 16;
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_rows(const float* d, const void* map, std:
 
 // By one warp: what `stage` leaves in its buffer, 16 rows of 128 bytes, by ordinary stores of whole lines
 // from `first` on: with one buffer, a copy by the engine for each block would wait for the one before, and
-// for the loads that are queued there. Whoever is told of the rows must be told after __syncwarp. No copy may
+// for the loads that are queued there. Signal the rows after __syncwarp only. No copy may
 // still read the buffer.
 template <class Stage>
 __device__ __forceinline__ void store_block_directly(const Stage& stage, std::byte* first,

@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_column_maxima(const Values& v, std::uint32
     ptx::store_shared(at + 32, float2{m[2], m[3]});
 }
 
-// Of all of the warp's words.
+// Largest magnitude in all of the warp's words.
 __device__ __forceinline__ float largest_of_words(const std::uint32_t (&words)[32]) {
     std::uint32_t amax = words[0];
 #pragma unroll
@@ -88,8 +88,8 @@ __device__ __forceinline__ void stage_slab(const Values& v, const Factors& facto
     }
 }
 
-// By one warp: what `stage` leaves in its buffer, by ordinary stores of whole lines. Whoever is told of it
-// must be told after __syncwarp.
+// By one warp: what `stage` leaves in its buffer, by ordinary stores of whole lines. Signal it after
+// __syncwarp only.
 template <class Stage>
 __device__ __forceinline__ void store_slab(const Stage& stage, std::byte* slab, std::uint32_t buffer,
                                            int lane) {

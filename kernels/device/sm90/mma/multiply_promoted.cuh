@@ -15,7 +15,8 @@ struct StageOperands {
     std::uint32_t columns;
 };
 
-// Of one k-block: of the thread's rows, lane / 4 and + 8, and of the first and the second 128 columns.
+// Scale factors of one k-block: of the thread's rows, lane / 4 and + 8, and of the first and the second 128
+// columns.
 struct BlockScales {
     float rows[2];
     float columns[2];

@@ -10,7 +10,7 @@ _STATE_BYTES = 16
 _GATHERED_BYTES = 8
 # Rows of the MoE layer that are alive at once, each of H + 2I bf16 numbers: inputs, products and gradients of both.
 _LIVE_ROWS = 8
-# What the allocator and NCCL keep beside it.
+# What the allocator and NCCL keep alongside it.
 _USABLE = 0.85
 
 # Dense bf16 products of one GPU in FLOP/s, as its maker states them; by a word of the device's name.
