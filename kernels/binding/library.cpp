@@ -43,10 +43,9 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
     m.def(
         "moe_backward(Tensor dy, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, "
         "Tensor? w_down, Tensor? w_gate_up_t, Tensor? w_down_t, Tensor? gate_up_sf, Tensor? down_sf, "
-        "Tensor? saved_gate_up, Tensor(a!)? dx, Tensor(b!)? dtopk, Tensor(c!)? dw_gate_up, Tensor(d!)? "
-        "dw_down, "
-        "Tensor(e!) summary, int[] rank, str activation, float? clamp, float? alpha, bool accumulate, "
-        "Tensor(f!)? trace=None, int delay_seed=0) -> ()");
+        "Tensor? saved_gate_up, Tensor(a!)? dx, Tensor(b!)? dtopk, Tensor(c!)? dw_gate_up, "
+        "Tensor(d!)? dw_down, Tensor(e!) summary, int[] rank, str activation, float? clamp, float? alpha, "
+        "bool accumulate, Tensor(f!)? trace=None, int delay_seed=0) -> ()");
     m.def("clock_probe(Tensor(a!) out) -> ()");
     m.def("build_info() -> str");
 }

@@ -6,9 +6,9 @@
 
 // What lies between the two projections, element by element in fp32. One struct an activation:
 //   forward(g, u, a)      a of `Count` elements of gate and up; changes g and u
-//   backward(g, u, step)  calls step(i, a, gradients) for each element, where gradients(da, dg, du) turns the
-//   gradient
-//                         of a into those of gate and up; changes g and u
+//   backward(g, u, step)  calls step(i, a, gradients) for each element, where gradients(da, dg, du)
+//                         sets dg and du, the gradients of gate and up, from da, that of a; changes g
+//                         and u
 // Several elements at a time, step by step, so that the latency of the special function unit is hidden.
 namespace mega_moe::device {
 
