@@ -74,7 +74,7 @@ def test_the_sources_pass() -> None:
         ("device/sm100/new.cuh", '#include "device/sm90/smem.cuh"', "may not know device/sm90"),
         ("device/extra/new.cuh", '#include "device/ptx/e4m3.cuh"', "without a place in the order"),
         ("layout/staging.h", '#include "device/common/macros.cuh"', "layout may include"),
-        ("layout/staging.h", '#include "mega_moe/route.h"', "layout may include"),
+        ("layout/staging.h", '#include "mega_moe/stage.h"', "layout may include"),
         ("host/select.cpp", '#include "device/common/macros.cuh"', "host may include"),
         ("include/mega_moe/stage.h", '#include "layout/staging.h"', "include may include"),
         ("host/select.cpp", '#include "../device/common/macros.cuh"', "no such file"),
