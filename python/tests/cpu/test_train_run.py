@@ -62,10 +62,7 @@ def test_grouped_follows_reference_for_50_steps(tmp_path: Path, one_thread: None
 
 
 def test_the_default_run_follows_reference_for_its_first_30_steps(one_thread: None) -> None:
-    """At full size: with a warm-up of 30 steps the loss jumps at step 23, and rounding decides the run from there on.
-
-    Later the last bits grow on every schedule, on some processors above the bound by step 35.
-    """
+    """At full size. Rounding grows from step to step, on some processors above the bound by step 35."""
     config = Config()
     corpus, losses = load_corpus(config), []
     for backend in ("grouped", "reference"):
