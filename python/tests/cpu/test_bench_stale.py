@@ -205,9 +205,7 @@ def test_rows_of_the_results_that_lie_here(staleness: ModuleType) -> None:
                     and row.direction in {"backward", "forward_backward"}
                 )
                 form = "bf16" if getattr(row, "precision", "bf16") == "bf16" else "fp8"
-                own = (
-                    "_gradients" if getattr(row, "dw_precision", None) == "fp8" else ""
-                )  # as variants.toml names it
+                own = "_gradients" if getattr(row, "dw_precision", None) == "fp8" else ""
                 assert stale == ((f"sm90_{form}_backward{own}",) if runs_backward else ())
                 seen.add(runs_backward)
     assert seen == {True, False}

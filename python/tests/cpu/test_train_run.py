@@ -61,14 +61,14 @@ def test_grouped_follows_reference_for_50_steps(tmp_path: Path, one_thread: None
     assert max(abs(a - b) for a, b in zip(*losses)) < 1e-3
 
 
-def test_the_default_run_follows_reference_for_its_first_30_steps(one_thread: None) -> None:
-    """At full size. Rounding grows from step to step, on some processors above the bound by step 35."""
+def test_the_default_run_follows_reference_for_its_first_50_steps(one_thread: None) -> None:
+    """At full size: with a warm-up that is too short, rounding decides the run before these steps are over."""
     config = Config()
     corpus, losses = load_corpus(config), []
     for backend in ("grouped", "reference"):
         trainer = Trainer(config, corpus, HERE, backend=backend)
         with trainer.buffer:
-            rates = [learning_rate(config, step, step / config.steps) for step in range(30)]
+            rates = [learning_rate(config, step, step / config.steps) for step in range(50)]
             losses.append([trainer.step(step, rate).loss for step, rate in enumerate(rates)])
     assert losses[0][-1] < losses[0][0] - 1.0, "it learns meanwhile"
     assert max(abs(a - b) for a, b in zip(*losses)) < 1e-3
