@@ -25,26 +25,31 @@ Activation unpack_activation(const Checker& check, const std::string& kind, std:
     return {ActivationKind::kSwiglu, static_cast<float>(clamp.value_or(INFINITY)), 1.0f};
 }
 
-Probes unpack_probes(const Checker& check, const MaybeTensor& trace, int64_t delay_seed) {
+Probes unpack_probes(const Checker& check, Operands& operands, const MaybeTensor& trace, int64_t delay_seed) {
     check.range("delay_seed", delay_seed, 0, UINT32_MAX);
     Probes probes{};
     probes.delay_seed = static_cast<std::uint32_t>(delay_seed);
     if (!trace.has_value()) return probes;
-    check.dtype("trace", *trace, {ScalarType::Long});
-    check.contiguous("trace", *trace);
-    probes.trace = trace->mutable_data_ptr();
+    check.dims("trace", *trace, 4);
+    probes.trace = operands.result("trace", *trace, {ScalarType::Long},
+                                   {trace->size(0), trace->size(1), trace->size(2), 3}, kByElement);
     probes.trace_bytes = trace->numel() * 8;
     return probes;
 }
 
 SavedGateUp unpack_saved(const Checker& check, Operands& operands, const MaybeTensor& saved,
-                         const BufferShape& shape, Precision precision) {
+                         const BufferShape& shape, Direction direction) {
+    const bool backward = direction == Direction::kBackward;
+    const Precision precision = backward ? shape.mode.backward : shape.mode.forward;
     if (!saved.has_value()) return {nullptr, 0};
     if (precision != Precision::kBf16)
         check.fail("saved_gate_up is a tensor, must be None in fp8, which computes gate and up again");
     check.dims("saved_gate_up", *saved, 2);
     const int64_t rows = saved->size(0);
-    void* memory = operands.result("saved_gate_up", *saved, {kBf16}, {rows, 2 * shape.intermediate});
+    const Sizes sizes{rows, 2 * shape.intermediate};
+    // The backward reads it only, through the one struct of both directions.
+    void* memory = backward ? const_cast<void*>(operands.input("saved_gate_up", *saved, {kBf16}, sizes))
+                            : operands.result("saved_gate_up", *saved, {kBf16}, sizes);
     check.range("rows of saved_gate_up", rows, 0, INT32_MAX);
     check.multiple("rows of saved_gate_up", rows, 128);
     return {memory, rows};
@@ -69,7 +74,7 @@ void unpack_weights(Operands& operands, const Weights& w, const BufferShape& sha
     const bool quantized = (backward ? shape.mode.backward : shape.mode.forward) == Precision::kFp8;
     const bool transposed = quantized && backward;
     const ScalarType type = quantized ? kE4m3 : kBf16;
-    const char* where = backward ? "the backward is in fp8 alone" : "the forward is in fp8 alone";
+    const char* where = backward ? "the backward is in fp8" : "the forward is in fp8";
     const char* where_down = "the backward is not in fp8";
     inputs.w_gate_up = operands.input("w_gate_up", w.w_gate_up, {type}, {experts, 2 * inner, hidden});
     inputs.w_down =
@@ -111,9 +116,9 @@ void moe_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_wei
     unpack_weights(operands, {w_gate_up, w_down, {}, {}, gate_up_sf, down_sf}, shape, Direction::kForward,
                    problem.call.inputs, problem.fp8);
     problem.y = operands.result("y", y, {kBf16}, {num_tokens, shape.hidden});
-    problem.saved = unpack_saved(check, operands, saved_gate_up, shape, shape.mode.forward);
+    problem.saved = unpack_saved(check, operands, saved_gate_up, shape, Direction::kForward);
     problem.activation = unpack_activation(check, activation, clamp, alpha);
-    problem.probes = unpack_probes(check, trace, delay_seed);
+    problem.probes = unpack_probes(check, operands, trace, delay_seed);
     place_call(check, operands, topk_idx, problem.call);
     const torch::stable::accelerator::DeviceGuard guard(topk_idx.get_device_index());
     raise_unless_ok(check, launch_forward(problem));
@@ -137,7 +142,7 @@ void moe_backward(const Tensor& dy, const Tensor& x, const Tensor& topk_idx, con
     problem.dy = operands.input("dy", dy, {kBf16}, {num_tokens, shape.hidden});
     unpack_weights(operands, {w_gate_up, w_down, w_gate_up_t, w_down_t, gate_up_sf, down_sf}, shape,
                    Direction::kBackward, problem.call.inputs, problem.fp8);
-    problem.saved = unpack_saved(check, operands, saved_gate_up, shape, shape.mode.backward);
+    problem.saved = unpack_saved(check, operands, saved_gate_up, shape, Direction::kBackward);
     problem.dx = operands.result("dx", dx, {kBf16}, {num_tokens, shape.hidden});
     problem.dtopk = operands.result("dtopk", dtopk, {kFp32}, {num_tokens, shape.top_k});
     problem.dw_gate_up = operands.result("dw_gate_up", dw_gate_up, {kBf16, kFp32},
@@ -152,7 +157,7 @@ void moe_backward(const Tensor& dy, const Tensor& x, const Tensor& topk_idx, con
     problem.dw_is_fp32 = dw.has_value() && dw->scalar_type() == kFp32;
     problem.accumulate = accumulate;
     problem.activation = unpack_activation(check, activation, clamp, alpha);
-    problem.probes = unpack_probes(check, trace, delay_seed);
+    problem.probes = unpack_probes(check, operands, trace, delay_seed);
     place_call(check, operands, topk_idx, problem.call);
     const torch::stable::accelerator::DeviceGuard guard(topk_idx.get_device_index());
     raise_unless_ok(check, launch_backward(problem));

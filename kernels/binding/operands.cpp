@@ -22,8 +22,9 @@ const void* Operands::input(const char* name, const Tensor& tensor, Dtypes dtype
 const void* Operands::input(const char* name, const MaybeTensor& tensor, Dtypes dtypes, Sizes sizes,
                             bool wanted, const char* where) {
     if (tensor.has_value() != wanted)
-        check_.fail(std::string(name) + " is " +
-                    (wanted ? "None, must be a tensor" : "a tensor, must be None") + " where " + where);
+        check_.fail(std::string(name) +
+                    (wanted ? " is None, must be a tensor where " : " is a tensor, must be None but where ") +
+                    where);
     return wanted ? input(name, *tensor, dtypes, sizes) : nullptr;
 }
 

@@ -150,7 +150,9 @@ OF_A_CALL: list[tuple[dict[str, Any], str]] = [
     ({"forward": 3}, "forward precision is 3, must be 0 to 2"),
     ({"scale_format": 2}, "scale format is 2, must be 0 to 1"),
     ({"wgrad": 0}, "wgrad precision and backward precision must both be given or both be none"),
-    ({"trace": torch.zeros(4)}, "trace: dtype is float32, must be int64"),
+    ({"trace": torch.zeros(2, 5, 8, 3)}, "trace: dtype is float32, must be int64"),
+    ({"trace": torch.zeros(2, 5, 8, 4, dtype=torch.int64)}, "trace: shape is"),
+    ({"trace": torch.zeros(4, dtype=torch.int64)}, "trace: shape is"),
 ]
 SAVED: list[tuple[dict[str, Any], str]] = [
     ({"saved_gate_up": torch.zeros(128, 2 * I)}, "saved_gate_up: dtype is float32, must be bfloat16"),
@@ -190,7 +192,7 @@ def test_saved_gate_up(ops: Any, call: Any, mode: Mode, cases: list[tuple[dict[s
         (
             BF16,
             {"gate_up_sf": torch.zeros(1)},
-            "gate_up_sf is a tensor, must be None where the forward is in fp8",
+            "gate_up_sf is a tensor, must be None but where the forward is in fp8",
         ),
         (BF16, {"y": torch.zeros(T, H)}, "y: dtype is float32, must be bfloat16"),
         (BF16, {"x": e4m3(T, H)}, "x: dtype is float8_e4m3fn, must be bfloat16"),
@@ -222,9 +224,9 @@ def test_forward(ops: Any, mode: Mode, changes: dict[str, Any], message: str) ->
         (
             BF16,
             {"w_down_t": e4m3(E, I, H)},
-            "w_down_t is a tensor, must be None where the backward is in fp8",
+            "w_down_t is a tensor, must be None but where the backward is in fp8",
         ),
-        (FP8, {"w_down": e4m3(E, H, I)}, "w_down is a tensor, must be None"),
+        (FP8, {"w_down": e4m3(E, H, I)}, "w_down is a tensor, must be None but where the backward is not in fp8"),
         (FP8, {"w_gate_up_t": e4m3(E, H, I)}, "w_gate_up_t: shape is"),
         (FP8_BWD, {"w_down_t": torch.zeros(E, I, H)}, "w_down_t: dtype is float32, must be float8_e4m3fn"),
         (FP8_BWD, {"gate_up_sf": None}, "gate_up_sf is None, must be a tensor where the backward is in fp8"),
