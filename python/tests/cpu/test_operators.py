@@ -226,7 +226,11 @@ def test_forward(ops: Any, mode: Mode, changes: dict[str, Any], message: str) ->
             {"w_down_t": e4m3(E, I, H)},
             "w_down_t is a tensor, must be None but where the backward is in fp8",
         ),
-        (FP8, {"w_down": e4m3(E, H, I)}, "w_down is a tensor, must be None but where the backward is not in fp8"),
+        (
+            FP8,
+            {"w_down": e4m3(E, H, I)},
+            "w_down is a tensor, must be None but where the backward is not in fp8",
+        ),
         (FP8, {"w_gate_up_t": e4m3(E, H, I)}, "w_gate_up_t: shape is"),
         (FP8_BWD, {"w_down_t": torch.zeros(E, I, H)}, "w_down_t: dtype is float32, must be float8_e4m3fn"),
         (FP8_BWD, {"gate_up_sf": None}, "gate_up_sf is None, must be a tensor where the backward is in fp8"),
