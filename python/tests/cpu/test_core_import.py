@@ -55,20 +55,28 @@ AUDITED = (
     "os.putenv",
 )
 
-# Forks share one torch; the first child only writes the compiled files, as an installer does.
+# Two lines of milliseconds, of our import and of asyncio's. Forks share one torch; the first child of each only writes
+# the compiled files, as an installer does.
 COST = """
-import os, sys, time, torch
+import asyncio, os, sys, time, torch
 sys.dont_write_bytecode, sys.pycache_prefix = False, PREFIX
-reader, writer = os.pipe()
-for _ in range(10):
-    if os.fork() == 0:
-        start = time.process_time()
-        import mega_moe
-        _ = mega_moe.moe
-        os.write(writer, f"{1e3 * (time.process_time() - start):.2f} ".encode())
-        os._exit(0)
-    os.wait()
-print(os.read(reader, 1000).decode())
+def import_ours():
+    import mega_moe
+    _ = mega_moe.moe
+def import_asyncio():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "asyncio"]:
+        del sys.modules[name]
+    import asyncio
+for work in (import_ours, import_asyncio):
+    reader, writer = os.pipe()
+    for _ in range(10):
+        if os.fork() == 0:
+            start = time.process_time()
+            work()
+            os.write(writer, f"{1e3 * (time.process_time() - start):.2f} ".encode())
+            os._exit(0)
+        os.wait()
+    print(os.read(reader, 1000).decode())
 """
 
 
@@ -145,20 +153,32 @@ def test_public_names(report: dict[str, Any]) -> None:
         _ = mega_moe.nothing
 
 
+def import_costs(prefix: Path, **environment: str) -> tuple[list[float], list[float]]:
+    """Milliseconds of processor time of nine imports of mega_moe, and of nine of asyncio, after torch."""
+    done = python(f"PREFIX = {str(prefix)!r}\n{COST}", **environment)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = ([float(word) for word in line.split()[1:]] for line in done.stdout.splitlines())
+    assert len(ours) == len(theirs) == 9
+    return ours, theirs
+
+
+def limit(asyncio_costs: list[float]) -> float:
+    """50 ms, or four times the cost of asyncio on a host where that is more: one on which Python itself is slow."""
+    return max(50.0, 4 * min(asyncio_costs))
+
+
 def test_import_costs_below_50_ms(tmp_path: Path) -> None:
     # Processor time, and the least of it: what else runs on the machine adds to a cost and never takes away. A shared
     # host may be slow for longer than ten imports take, so there are several tries.
-    costs: list[float] = []
+    ours: list[float] = []
+    theirs: list[float] = []
     for _ in range(5):
-        done = python(f"PREFIX = {str(tmp_path)!r}\n{COST}")
-        assert done.returncode == 0, done.stderr
-        _, *more = map(float, done.stdout.split())
-        assert len(more) == 9
-        costs += more
-        if min(costs) < 50:
+        more, more_of_asyncio = import_costs(tmp_path)
+        ours, theirs = ours + more, theirs + more_of_asyncio
+        if min(ours) < limit(theirs):
             return
         time.sleep(5)
-    raise AssertionError(costs)
+    raise AssertionError(f"got {ours}, want one below {limit(theirs)}")
 
 
 def test_the_measurements_of_an_import_can_fail(tmp_path: Path) -> None:
@@ -175,8 +195,8 @@ def test_the_measurements_of_an_import_can_fail(tmp_path: Path) -> None:
     assert not planted["environment"]
     assert any("libresolv" in name for name in planted["libraries"])
     assert ["open", "/proc/self/status"] in planted["events"]
-    done = python(f"PREFIX = {str(tmp_path)!r}\n{COST}", PYTHONPATH=str(tmp_path))
-    assert min(map(float, done.stdout.split())) > 50
+    ours, theirs = import_costs(tmp_path, PYTHONPATH=str(tmp_path))
+    assert min(ours) > limit(theirs)
 
 
 def run_pytest(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
