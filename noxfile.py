@@ -255,9 +255,19 @@ def tests(session: nox.Session) -> None:
         )
     build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
-    groups = ("test", "build", "lint", "types", "layers", "check-wheel", "index", "targets", "trainers")
+    groups = (
+        "test",
+        "build",
+        "lint",
+        "types",
+        "layers",
+        "check-wheel",
+        "index",
+        "targets",
+        "trainers",
+        "torchtitan",
+    )
     use, wheel = installed(build, *groups, extra="[demo]")
-    use.install("--no-deps", *requirements("torchtitan"))
     run_lint(use)
     use.run("mypy")
     run_layers(use)
