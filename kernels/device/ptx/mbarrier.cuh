@@ -30,31 +30,24 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t ra
         : "memory");
 }
 
-// True if the phase has ended.
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
-    uint32_t ended;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}"
-        : "=r"(ended)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return ended != 0;
-}
+#define MEGA_MOE_PHASE_ENDED(NAME, WAIT)                                      \
+    __device__ __forceinline__ bool NAME(uint32_t barrier, uint32_t parity) { \
+        uint32_t ended;                                                       \
+        asm volatile("{\n.reg .pred p;\n" WAIT                                \
+                     ".parity.shared::cta.b64 p, [%1], %2;\n"                 \
+                     "selp.b32 %0, 1, 0, p;\n}"                               \
+                     : "=r"(ended)                                            \
+                     : "r"(barrier), "r"(parity)                              \
+                     : "memory");                                             \
+        return ended != 0;                                                    \
+    }
 
+// True if the phase has ended.
+MEGA_MOE_PHASE_ENDED(mbarrier_test, "mbarrier.test_wait")
 // True once the phase has ended; may suspend the thread for a while first.
-__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
-    uint32_t ended;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}"
-        : "=r"(ended)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return ended != 0;
-}
+MEGA_MOE_PHASE_ENDED(mbarrier_try_wait, "mbarrier.try_wait")
+
+#undef MEGA_MOE_PHASE_ENDED
 
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     while (!mbarrier_try_wait(barrier, parity)) {

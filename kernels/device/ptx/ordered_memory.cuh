@@ -5,43 +5,27 @@
 // write.
 namespace mega_moe::device::ptx {
 
-__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
-    uint64_t v;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
-    return v;
-}
+#define MEGA_MOE_LOAD(NAME, TYPE, LOAD, CONSTRAINT, ...)                               \
+    __device__ __forceinline__ TYPE NAME(const TYPE* address) {                        \
+        TYPE v;                                                                        \
+        asm volatile(LOAD " %0, [%1];" : "=" CONSTRAINT(v) : "l"(address)__VA_ARGS__); \
+        return v;                                                                      \
+    }
 
-__device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
-    uint64_t v;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
-    uint32_t v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
-    uint64_t v;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
-    return v;
-}
-
+MEGA_MOE_LOAD(load_acquire_sys, uint64_t, "ld.acquire.sys.global.u64", "l", : "memory")
+MEGA_MOE_LOAD(load_acquire_gpu, uint64_t, "ld.acquire.gpu.global.u64", "l", : "memory")
+MEGA_MOE_LOAD(load_acquire_gpu, uint32_t, "ld.acquire.gpu.global.u32", "r", : "memory")
+MEGA_MOE_LOAD(load_relaxed_sys, uint64_t, "ld.relaxed.sys.global.u64", "l")
 // The loads below are of data that a flag or barrier has announced in this launch: never through L1 or the
 // constant path.
-__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
-    uint32_t v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
-    return v;
-}
+MEGA_MOE_LOAD(load_relaxed_gpu, uint32_t, "ld.relaxed.gpu.global.u32", "r")
+MEGA_MOE_LOAD(load_relaxed_gpu, uint64_t, "ld.relaxed.gpu.global.u64", "l")
+MEGA_MOE_LOAD(load_relaxed_gpu, float, "ld.relaxed.gpu.global.f32", "f")
+MEGA_MOE_LOAD(load_relaxed_sys, float, "ld.relaxed.sys.global.f32", "f")
+MEGA_MOE_LOAD(load_relaxed_sys, uint32_t, "ld.relaxed.sys.global.u32", "r")
+MEGA_MOE_LOAD(load_relaxed_sys, uint16_t, "ld.relaxed.sys.global.u16", "h")
 
-__device__ __forceinline__ uint64_t load_relaxed_gpu(const uint64_t* address) {
-    uint64_t v;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
-    return v;
-}
+#undef MEGA_MOE_LOAD
 
 __device__ __forceinline__ uint4 load_relaxed_gpu(const uint4* address) {
     uint4 v;
@@ -51,33 +35,9 @@ __device__ __forceinline__ uint4 load_relaxed_gpu(const uint4* address) {
     return v;
 }
 
-__device__ __forceinline__ float load_relaxed_gpu(const float* address) {
-    float v;
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(address));
-    return v;
-}
-
 __device__ __forceinline__ float2 load_relaxed_gpu(const float2* address) {
     float2 v;
     asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address));
-    return v;
-}
-
-__device__ __forceinline__ float load_relaxed_sys(const float* address) {
-    float v;
-    asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(v) : "l"(address));
-    return v;
-}
-
-__device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* address) {
-    uint32_t v;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
-    return v;
-}
-
-__device__ __forceinline__ uint16_t load_relaxed_sys(const uint16_t* address) {
-    uint16_t v;
-    asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(v) : "l"(address));
     return v;
 }
 

@@ -7,6 +7,7 @@
 #include "device/schedule/backward_tile.cuh"
 #include "device/schedule/cluster_mailbox.cuh"
 #include "device/schedule/transpose.cuh"
+#include "device/schedule/unit_tiles.cuh"
 #include "layout/saved_gate_up.h"
 #include "layout/tiles.h"
 #include "layout/workspace.h"
@@ -22,26 +23,17 @@ namespace mega_moe::device {
 
 // Tiles of dz and dx: a ticket's record, and whether the rows that the cluster's tile reads are there.
 template <class C>
-class RowTiles {
+class RowTiles : public UnitTiles<C> {
+    using UnitTiles<C>::p;
+    using UnitTiles<C>::run_;
+    using UnitTiles<C>::place_;
+    using UnitTiles<C>::ticket_;
+
   public:
     __device__ __forceinline__ RowTiles(const layout::BackwardParams& params, int num_chunks, int clusters)
-        : p(params),
-          rows_(params.route.expert_rows, num_chunks * params.route.num_local),
-          walk_(num_chunks * params.route.num_local, params.route.num_local,
-                params.intermediate / C::kGateUpColumns, params.needs_dx ? params.hidden / C::kBlockN : 0,
-                kLagPerCluster * clusters) {
-        advance();
-    }
+        : UnitTiles<C>(params, num_chunks, params.intermediate / C::kGateUpColumns,
+                       params.needs_dx ? params.hidden / C::kBlockN : 0, kLagPerCluster * clusters) {}
 
-    // Tickets in ascending order. False: there are no more.
-    __device__ __forceinline__ bool find(int ticket) {
-        ticket_ = ticket;
-        while (run_.tiles > 0 && ticket >= run_.first_ticket + run_.tiles)
-            advance();
-        if (run_.tiles == 0) return false;
-        place_.move(p, run_.unit);
-        return true;
-    }
     __device__ __forceinline__ BackwardTile record(int cta) const {
         const layout::CtaTile tile = cta_tile(cta);
         // A CTA without a tile helps to load the other's rows, and any column does for it.
@@ -87,23 +79,10 @@ class RowTiles {
     // Tiles that dz lies ahead of dx, in tiles of every cluster.
     static constexpr int kLagPerCluster = 3;
 
-    __device__ __forceinline__ void advance() {
-        // Without dx its runs are empty.
-        do {
-            run_ = walk_.next(rows_);
-        } while (run_.tiles == 0 && run_.rows > 0);
-    }
     __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
         const int columns = run_.down ? p.hidden / C::kBlockN : p.intermediate / C::kGateUpColumns;
         return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, columns);
     }
-
-    const layout::BackwardParams& p;
-    UnitRows rows_;
-    layout::TileWalk walk_;
-    layout::TileRun run_{};
-    UnitPlace place_{};
-    int ticket_ = 0;
 };
 
 // Tiles of the weights' gradients, likewise.

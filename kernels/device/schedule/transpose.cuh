@@ -3,30 +3,23 @@
 
 #include "device/ptx/ordered_memory.cuh"
 #include "device/schedule/backward_tile.cuh"
+#include "device/schedule/unit_tiles.cuh"
 
 namespace mega_moe::device {
 
 // Tiles that transpose x and dy: a ticket's record, and whether its rows are there in bf16, which come behind
 // their codes. In the order of the units, without waiting for any other tile.
 template <class C>
-class TransposesOfRank {
+class TransposesOfRank : public UnitTiles<C> {
+    using UnitTiles<C>::p;
+    using UnitTiles<C>::run_;
+    using UnitTiles<C>::place_;
+    using UnitTiles<C>::ticket_;
+
   public:
     __device__ __forceinline__ TransposesOfRank(const layout::BackwardParams& params, int num_chunks)
-        : p(params),
-          rows_(params.route.expert_rows, num_chunks * params.route.num_local),
-          walk_(num_chunks * params.route.num_local, params.route.num_local, params.transposes.columns(), 0,
-                0) {
-        advance();
-    }
+        : UnitTiles<C>(params, num_chunks, params.transposes.columns(), 0, 0) {}
 
-    __device__ __forceinline__ bool find(int ticket) {
-        ticket_ = ticket;
-        while (run_.tiles > 0 && ticket >= run_.first_ticket + run_.tiles)
-            advance();
-        if (run_.tiles == 0) return false;
-        place_.move(p, run_.unit);
-        return true;
-    }
     __device__ __forceinline__ BackwardTile record(int cta) const {
         const layout::CtaTile tile = cta_tile(cta);
         BackwardTile t{};
@@ -54,22 +47,9 @@ class TransposesOfRank {
     }
 
   private:
-    __device__ __forceinline__ void advance() {
-        // The runs that TileWalk has for a second product are empty.
-        do {
-            run_ = walk_.next(rows_);
-        } while (run_.tiles == 0 && run_.rows > 0);
-    }
     __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
         return layout::cta_tile(ticket_ - run_.first_ticket, cta, run_.rows, p.transposes.columns());
     }
-
-    const layout::BackwardParams& p;
-    UnitRows rows_;
-    layout::TileWalk walk_;
-    layout::TileRun run_{};
-    UnitPlace place_{};
-    int ticket_ = 0;
 };
 struct NoTransposes {
     __device__ __forceinline__ NoTransposes(const layout::BackwardParams&, int) {}
