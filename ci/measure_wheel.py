@@ -143,14 +143,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("result", type=Path, nargs="?")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--write", action="store_true", help="rewrite the table of docs/installing.md")
-    parser.add_argument("--check", action="store_true", help="refuse a docs/installing.md whose table differs")
+    parser.add_argument(
+        "--check", action="store_true", help="refuse a docs/installing.md whose table differs"
+    )
     given = parser.parse_args(arguments)
     page = ROOT / "docs/installing.md"
     text = page.read_text(encoding="utf-8")
     new = TABLE.sub(lambda match: match[1] + table() + match[2], text)
     if given.check:
         fine = TABLE.search(text) is not None and new == text
-        print(f"measure_wheel: docs/installing.md {'has the figures of' if fine else 'differs from'} ci/results")
+        print(
+            f"measure_wheel: docs/installing.md {'has the figures of' if fine else 'differs from'} ci/results"
+        )
         return 0 if fine else 1
     if given.write:
         page.write_text(new, encoding="utf-8")

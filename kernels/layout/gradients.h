@@ -4,7 +4,7 @@
 #include "layout/host_device.h"
 #include "layout/pools.h"
 
-// Tiles of the weights' gradients: dW = sum over an expert's rows. Each cluster tile is two neighbouring
+// Tiles of the weights' gradients: dW = sum over an expert's rows. Each cluster tile is two neighboring
 // blocks of 128 rows of dW, one for each CTA, x 256 columns. An expert's rows are summed in parts: those of
 // one chunk, and of a chunk at most kPartRows at a time, so that one expert with most of the rows still keeps
 // every cluster busy. The parts of a tile are added in this order, each after the one before it, in fp32.

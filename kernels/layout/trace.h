@@ -14,7 +14,7 @@ enum class TraceKind : std::int64_t {
     kLoadGateUp,
     kLoadDown,
     kWaitTile,  // a math warpgroup waits for a tile, its loads or the other warpgroup
-    kGateUp,    // products
+    kGateUp,    // GEMMs
     kDown,
     kStoreGateUp,  // epilogue
     kStoreDown,
@@ -32,7 +32,7 @@ enum class TraceKind : std::int64_t {
     kLoadDz,
     kLoadDx,
     kLoadGradient,
-    kDz,  // products
+    kDz,  // GEMMs
     kDx,
     kGradient,
     kStoreDz,  // epilogue

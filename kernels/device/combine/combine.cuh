@@ -45,7 +45,7 @@ struct NoPiggyback {
     __device__ __forceinline__ void sum(int, std::uint64_t, bool) const {}
 };
 
-// One warp's work on both sums, which it takes in turn, whichever is ready. All warps draw from the same
+// One warp's work on both sums, taking whichever is ready. All warps draw from the same
 // lists.
 template <class C, class Piggyback = NoPiggyback>
 class Combiner {
@@ -229,7 +229,7 @@ class Combiner {
     }
 
   public:
-    // One warp: tells all ranks that their tokens' sums of a chunk are with them.
+    // One warp: signals all ranks that a chunk's sums for their tokens have arrived.
     static __device__ __forceinline__ void announce_chunk(const layout::LayerParams& p, std::uint64_t epoch,
                                                           int chunk) {
         const layout::Endpoint& e = p.route.endpoint;

@@ -7,7 +7,7 @@
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 
-// How a kernel tells of a fault: no trap, which would take the context, and no printf, which would cost
+// How a kernel reports a fault: no trap, which would take the context, and no printf, which would cost
 // registers.
 namespace mega_moe::device {
 

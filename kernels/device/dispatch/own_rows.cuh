@@ -14,7 +14,7 @@
 // before the rows of the first tenth of the experts are complete.
 namespace mega_moe::device {
 
-// Rows of one expert with neighbouring slots.
+// Rows of one expert with neighboring slots.
 struct RowRun {
     static constexpr int kMost = 8;
     int slot;

@@ -112,7 +112,7 @@ class QuantizedPuller {
         loading_piece_ = next_piece(loading_piece_);
         return last ? 0 : offset + bytes;
     }
-    // Stores the piece that was loaded first, once it is there, and tells of one stored before.
+    // Stores the piece that was loaded first, once it is there, and signals one stored before.
     __device__ __forceinline__ void store(const ChunkView& view) {
         const std::uint32_t* piece = shared.piece(landing_piece_);
         const std::uint32_t facts = piece[kFacts];

@@ -10,7 +10,7 @@
 namespace mega_moe::device {
 
 // One warp: rows of its tokens, read and quantized through registers, `NumVectors` of 512 bytes at once.
-// While these are quantized the next are on their way, and a fence tells of several tokens: both take longer
+// While these are quantized the next are on their way, and one fence covers several tokens: both take longer
 // than the work itself.
 template <class C, int NumVectors>
 class QuantizedRowsOf {

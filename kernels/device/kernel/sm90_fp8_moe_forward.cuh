@@ -57,7 +57,7 @@ struct Sm90Fp8ForwardConfig
                   "stages <= kScaleBlocks * (kXScaleBuffers - 1) + 1");
 };
 
-// The same layer as sm90_bf16_moe_forward, launched alike, with both GEMMs in e4m3: x is quantized before it
+// The layer of sm90_bf16_moe_forward, launched alike, with both GEMMs in e4m3: x is quantized before it
 // travels, h as it is stored, each with a scale factor per 1x128; weights come with one per 128x128.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_fp8_moe_forward(

@@ -9,7 +9,7 @@ __device__ __forceinline__ uint32_t sm_id() {
     return id;
 }
 
-// threadIdx.x, blockIdx.x and gridDim.x, read anew where they are used: a large kernel keeps the built-in
+// threadIdx.x, blockIdx.x and gridDim.x, read again where they are used: a large kernel keeps the built-in
 // forms in registers from their first use to their last, and spills them.
 __device__ __forceinline__ uint32_t thread_id() {
     uint32_t id;

@@ -8,7 +8,7 @@
 #include "device/route/ids.cuh"
 #include "layout/route_shared.h"
 
-// What ranks tell one another at the start of a launch: a header with their number of tokens, then the ids by
+// What ranks exchange at the start of a launch: a header with their number of tokens, then the ids by
 // blocks.
 namespace mega_moe::device {
 

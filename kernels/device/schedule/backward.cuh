@@ -60,7 +60,7 @@ class RowTiles {
         t.chunk = place_.chunk;
         t.expert = place_.expert;
         if constexpr (C::kSavesGateUp) {
-            // As the CTAs share their loads, both products or one for both of them: of two tiles the second
+            // As the CTAs share their loads, both GEMMs or one for both of them: of two tiles the second
             // has the higher slots.
             const int last = place_.first_slot + cta_tile(1).first_row;
             if (!run_.down && layout::is_saved(last, p.saved.slots)) t.flags = kSaved;
@@ -212,7 +212,7 @@ class GradientTilesOfRank {
 };
 
 // One warp of each CTA: the tiles of the cluster, one after another, each once its inputs are there. The
-// first CTA chooses and tells the second, as a ticket whose highest bit says which kind it is of.
+// first CTA chooses and signals the second, with a ticket whose highest bit says which kind it is of.
 template <class C>
 class BackwardScheduler {
   public:

@@ -7,7 +7,7 @@
 #include "layout/tiles.h"
 #include "layout/workspace.h"
 
-// What the warps of the backward's kernels tell one another of a tile.
+// A tile as the warps of the backward kernels pass it on.
 namespace mega_moe::device {
 
 enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient, kTransposeTile };
@@ -21,10 +21,10 @@ enum TileFlag {
     kSaved = 32,  // of dz: gate and up are there
 };
 
-// What the scheduler tells the other warps of its CTA of a tile.
+// A tile as the scheduler passes it to the other warps of its CTA.
 struct BackwardTile {
     std::int32_t kind;
-    std::int32_t k_blocks;      // dz: of each of its two products
+    std::int32_t k_blocks;      // dz: of each of its two GEMMs
     std::int32_t pool_row;      // first row in the pools
     std::int32_t slot;          // the same as a slot
     std::int32_t rows;          // valid rows; 0: nothing is stored

@@ -55,7 +55,7 @@ class TransposesOfRank {
 
   private:
     __device__ __forceinline__ void advance() {
-        // The runs that TileWalk has for a second product are empty.
+        // The runs that TileWalk has for a second GEMM are empty.
         do {
             run_ = walk_.next(rows_);
         } while (run_.tiles == 0 && run_.rows > 0);

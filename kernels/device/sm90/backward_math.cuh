@@ -60,8 +60,8 @@ class BackwardMath {
         release_stage<C>(shared, last, lane());
     }
 
-    // Gate and up, anew or as the forward saved them, the gradient of h, and from these in registers dz, h
-    // and a part of dtopk.
+    // Gate and up, recomputed or as the forward saved them, the gradient of h, and from these in registers
+    // dz, h and a part of dtopk.
     __device__ __forceinline__ void dz_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
         std::uint32_t gate[32], up[32];

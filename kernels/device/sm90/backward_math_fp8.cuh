@@ -13,7 +13,7 @@
 
 namespace mega_moe::device::sm90 {
 
-// One warpgroup: its part of this CTA's tiles, of which dz and dx are products of e4m3 and the weights'
+// One warpgroup: its part of this CTA's tiles, of which dz and dx are e4m3 GEMMs and the weights'
 // gradients of bf16 or of e4m3.
 template <class C>
 class Fp8BackwardMath {
@@ -90,7 +90,7 @@ class Fp8BackwardMath {
         return t;
     }
 
-    // The routing weights of the warp's rows, 0 beyond the last, until the products are made: to load them
+    // The routing weights of the warp's rows, 0 beyond the last, until the GEMMs are done: to load them
     // behind these takes half a microsecond.
     __device__ __forceinline__ void keep_weights() {
         const BackwardTile& t = record();
@@ -108,7 +108,7 @@ class Fp8BackwardMath {
         __syncwarp();
     }
 
-    // Gate and up anew, the gradient of h, and from these in registers dz, h and a part of dtopk.
+    // Gate and up recomputed, the gradient of h, and from these in registers dz, h and a part of dtopk.
     __device__ __forceinline__ void dz_tile(Tracer<C::kTrace>& tracer) {
         if (record().rows <= first_row()) {
             const BackwardTile t = pass(2);

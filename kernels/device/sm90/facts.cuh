@@ -34,7 +34,7 @@ struct LayerFacts : Mode {
     static constexpr int kClusterSize = 2;
     static constexpr int kMathThreads = kThreads - kWarpgroupThreads;
     static constexpr int kMathWarps = kMathThreads / 32;
-    // What a thread gets at launch, before the warpgroups share it out anew.
+    // What a thread gets at launch, before the warpgroups redistribute it.
     static constexpr int kLaunchRegisters = kRegistersOfSm / kThreads / 8 * 8;
     static constexpr int kBlockK = kOperandRowBytes / Mode::kElementBytes;
     static constexpr int kBytesA = kBlockM * kOperandRowBytes;

@@ -7,7 +7,7 @@
 #include "device/sm90/stages.cuh"
 
 // How the warps of a quantized layer go through the stages of its e4m3 GEMMs. The accumulators leave a math
-// warp some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
+// warp some ten registers, so what it can recompute for a k-block, or read from shared memory, it does.
 namespace mega_moe::device::sm90 {
 
 // As DeferredSignal, in fewer registers: the index of one counter instead of the addresses of two.
@@ -92,7 +92,7 @@ struct QuantizedStages {
         const std::uint32_t columns = shared.column_scales(at);
         const BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + 8 * RowScales::kStride)},
                             {ptx::load_shared(columns), ptx::load_shared(columns + 4)}};
-        // The warpgroups alternate: while one waits for its stores to be seen, the other's products go on.
+        // The warpgroups alternate: while one waits for its stores to be seen, the other's MMAs go on.
         if (k_block >= kPublishBlock + warpgroup) signal.publish(lane);
         ++k_block;
         return s;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void pass_tile(const Smem<C>& shared, RingCursor<C::k
     }
 }
 
-// sums += a tile's products, by a warpgroup with rows.
+// sums += a tile's GEMM, by a warpgroup with rows.
 template <class Stored = SwizzledRows, class C, class RowScales, int Columns>
 __device__ __forceinline__ void multiply_quantized(float (&sums)[Columns], const Smem<C>& shared,
                                                    RingCursor<C::kStages>& stage, int k_blocks,

@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_gradient(const layout::BackwardParams& p, 
     if (both_halves) store_rows<2>(d + 64, map, buffer, t.column + 128, row, lane);
 }
 
-// By one warp, behind its products; `signal` counts them.
+// By one warp, after its MMAs; `signal` counts them.
 template <bool Trace, class Signal>
 __device__ __forceinline__ void store_gradient_tile(const layout::BackwardParams& p, const BackwardTile& t,
                                                     float (&d)[128], Signal& signal, int first_row,

@@ -17,7 +17,7 @@ struct LayerInputs {
     const void* w_down;        // [num_local, hidden, intermediate]; the same
 };
 
-// What the GEMMs of fp8 read besides LayerInputs: transposed copies of the weights for dgrad, and fp32 scale
+// What fp8 GEMMs read in addition to LayerInputs: transposed copies of the weights for dgrad, and fp32 scale
 // factors of each 128 x 128, which serve both copies.
 struct Fp8Weights {
     const void* w_gate_up_t;  // e4m3 [num_local, hidden, 2 * intermediate]
@@ -42,7 +42,7 @@ struct RankCall {
     bool idx_is_64_bit;
     bool weights_are_bf16;
     bool weighted;  // the slots get weights; equal on all ranks
-    bool refuse;    // take no part, and tell the others: num_tokens is over max_tokens
+    bool refuse;    // take no part, and signal it to the others: num_tokens is over max_tokens
     int device;
     void* stream;  // cudaStream_t
 };
