@@ -46,7 +46,7 @@ def label(tile: tuple[int, int, int]) -> str:
 def main(out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        # Next to the copy, because the build calls the checker of ptxas logs in ci/.
+        # Beside the copy, because the build calls the checker of ptxas logs in ci/.
         shutil.copytree(KERNELS.parent / "ci", Path(folder) / "ci")
         source = shutil.copytree(KERNELS, Path(folder) / "kernels", ignore=shutil.ignore_patterns("build"))
         variants = (source / "variants.toml").read_text()
