@@ -42,7 +42,7 @@ __device__ __forceinline__ void write_record(const layout::Endpoint& e, std::uin
     ptx::store_release_sys(e.record + layout::kRecordState, 1);
 }
 
-// A wait that ended without what it waited for: recorded, and sent to all ranks unless one of them reported
+// A wait that timed out or was aborted: recorded, and sent to all ranks unless one of them reported
 // it first.
 __device__ __forceinline__ void give_up(const layout::Endpoint& e, std::uint64_t epoch, Fault fault) {
     const std::uint64_t aborted = abort_word(e);

@@ -16,7 +16,7 @@ __device__ __forceinline__ bool keeps_row(const layout::LayerParams& p) {
     return p.spreads_rows && p.route.endpoint.num_ranks > 1;
 }
 
-// What a token's slot, of number `slot` among these, adds to the counter of the rows that arrived.
+// What slot number `slot` of a token adds to the counter of arrived rows.
 template <PullPass Pass>
 __device__ __forceinline__ std::uint32_t arrival(const layout::LayerParams& p, int slot) {
     if constexpr (Pass == PullPass::kWhole) return 1;

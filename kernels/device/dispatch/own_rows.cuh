@@ -115,7 +115,7 @@ __device__ __forceinline__ void copy_run(const layout::LayerParams& p, const Chu
                     if (i < rows && group < groups)
                         scale[i] = ptx::load_relaxed_gpu(p.own[moved].scales + from * groups + group);
                 }
-                // Neighbouring rows of a run of scale factors lie side by side.
+                // Rows next to each other have adjacent scale factors in a run.
                 float* to = p.codes[moved].scales + layout::scale_at(row, group, groups);
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i)

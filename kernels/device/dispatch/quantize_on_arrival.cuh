@@ -18,7 +18,7 @@ class QuantizedRowsOf {
     __device__ __forceinline__ QuantizedRowsOf(const layout::LayerParams& params, const ChunkView& chunk)
         : p(params), view(chunk), row_bytes(params.hidden * 2) {}
 
-    // So many of the tokens at most.
+    // Handles at most this many tokens.
     __device__ __forceinline__ void quantize(TokensInOrder tokens, int left) {
         Piece piece{};
         if (left == 0 || !tokens.next(piece.of)) return;

@@ -44,7 +44,7 @@ class RowTiles {
     }
     __device__ __forceinline__ BackwardTile record(int cta) const {
         const layout::CtaTile tile = cta_tile(cta);
-        // A CTA without a tile helps to load the other's rows, and any column does for it.
+        // A CTA without a tile helps to load the other's rows; any column will do.
         const int column = tile.live ? tile.column : 0;
         BackwardTile t{};
         t.kind = run_.down ? kDxTile : kDzTile;
@@ -84,7 +84,7 @@ class RowTiles {
     }
 
   private:
-    // Tiles that dz lies ahead of dx, in tiles of every cluster.
+    // How many tiles of each cluster dz is ahead of dx.
     static constexpr int kLagPerCluster = 3;
 
     __device__ __forceinline__ void advance() {
@@ -106,7 +106,7 @@ class RowTiles {
     int ticket_ = 0;
 };
 
-// Tiles of the weights' gradients, likewise.
+// wgrad tiles: a ticket's record, and whether its inputs are ready.
 template <class C>
 class GradientTilesOfRank {
   public:
@@ -349,7 +349,7 @@ class BackwardScheduler {
             return true;
     }
 
-    // Nothing was ready: has this gone on for too long, or has a rank given up? After a fault everything
+    // Nothing was ready: check the time limit and whether a rank has given up. After a fault everything
     // counts as ready, and the launch runs to its end without waiting.
     __device__ __forceinline__ void check_time(std::int64_t& idle_since, std::uint64_t index,
                                                std::uint64_t seen, std::uint64_t wanted) {

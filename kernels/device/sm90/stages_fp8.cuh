@@ -10,7 +10,7 @@
 // warp some ten registers, so what it can recompute for a k-block, or read from shared memory, it does.
 namespace mega_moe::device::sm90 {
 
-// As DeferredSignal, in fewer registers: the index of one counter instead of the addresses of two.
+// A DeferredSignal in fewer registers: the index of one counter instead of the addresses of two.
 template <class C>
 struct IndexedDeferredSignal {
     static constexpr std::int32_t kNone = -1;
@@ -22,7 +22,7 @@ struct IndexedDeferredSignal {
         : counters(all_counters) {}
 
     // By one warp. It waits for this warp's stores alone: wgmma keeps the warps of a warpgroup in step, and
-    // one that waited for another here could wait for ever.
+    // a warp that waited for another here could deadlock.
     __device__ __forceinline__ void publish(int lane) {
         if constexpr (C::kQuantizesOnArrival) {
             // Fences dz, which ordinary stores write and TMA reads. Here rather than behind the stores, since
@@ -36,7 +36,7 @@ struct IndexedDeferredSignal {
         }
         counter = kNone;
     }
-    // Counts what has just been stored, once it is written; in two words at most.
+    // Signals what has just been stored, once it is written; two counters at most.
     __device__ __forceinline__ void defer(const std::uint32_t* which, const std::uint32_t* also, int lane) {
         publish(lane);
         if (also != nullptr) {
@@ -100,7 +100,7 @@ struct QuantizedStages {
     __device__ __forceinline__ void close(int open) { release_stage<C>(shared, opened(open), lane); }
 
   private:
-    // The stage that was opened so many stages ago.
+    // The stage that was opened a number of stages ago.
     __device__ __forceinline__ int opened(int ago) const { return (stage.at - ago) & (C::kStages - 1); }
 };
 
