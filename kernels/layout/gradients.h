@@ -46,7 +46,7 @@ struct GradientTile {
     int column;
 };
 
-// Neighbours differ in their rows, so that clusters that start together read the same columns.
+// Neighbors differ in their rows, so that clusters that start together read the same columns.
 MEGA_MOE_HD_CONSTEXPR GradientTile gradient_tile(const GradientTiles& g, int index, int cta) {
     const bool down = index >= g.gate_up_tiles();
     const int within = down ? index - g.gate_up_tiles() : index;
@@ -71,7 +71,7 @@ struct GradientRun {
 };
 
 // Parts in the order of their units, so that experts are taken in the order in which they are finished. A
-// tile waits for rows that were signalled, and for the part before its own, whose tickets are lower.
+// tile waits for rows that were signaled, and for the part before its own, whose tickets are lower.
 //   Rows: int operator()(int unit), rows of the unit. All CTAs of a rank walk alike.
 class GradientWalk {
   public:

@@ -3,7 +3,7 @@
 
 #include "layout/host_device.h"
 
-// What the tracing form of a kernel writes.
+// Events of the tracing variant of a kernel.
 namespace mega_moe::layout {
 
 enum class TraceRole { kLoad, kMath0, kMath1, kPull, kPush, kCount };
