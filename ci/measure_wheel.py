@@ -1,7 +1,7 @@
-"""Measures what a wheel costs before it computes: size, import, loading of the library, first call; and tells README.
+"""Measures what a wheel costs before it computes: size, import, loading of the library, first call.
 
     python ci/measure_wheel.py WHEEL FILE.json [--device cuda]   measure with this Python's torch, write FILE.json
-    python ci/measure_wheel.py --write | --check                 README's table from ci/results/, or compare it
+    python ci/measure_wheel.py --write | --check                 table of docs/installing.md from ci/results/
 
 WHEEL is unpacked into a temporary folder, and each figure is the median of fresh processes that import torch first. The
 first call is one forward pass of a small layer, with the buffer built and, on a GPU, torch's own context made.
@@ -142,18 +142,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("wheel", type=Path, nargs="?")
     parser.add_argument("result", type=Path, nargs="?")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--write", action="store_true", help="README's table anew")
-    parser.add_argument("--check", action="store_true", help="refuse a README whose table is another")
+    parser.add_argument("--write", action="store_true", help="rewrite the table of docs/installing.md")
+    parser.add_argument(
+        "--check", action="store_true", help="refuse a docs/installing.md whose table differs"
+    )
     given = parser.parse_args(arguments)
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    page = ROOT / "docs/installing.md"
+    text = page.read_text(encoding="utf-8")
     new = TABLE.sub(lambda match: match[1] + table() + match[2], text)
     if given.check:
         fine = TABLE.search(text) is not None and new == text
-        print(f"measure_wheel: README.md {'has the figures of' if fine else 'differs from'} ci/results")
+        print(
+            f"measure_wheel: docs/installing.md {'has the figures of' if fine else 'differs from'} ci/results"
+        )
         return 0 if fine else 1
     if given.write:
-        readme.write_text(new, encoding="utf-8")
+        page.write_text(new, encoding="utf-8")
         return 0
     if given.wheel is None or given.result is None:
         parser.error("got no WHEEL and FILE.json, and neither --write nor --check")

@@ -1,4 +1,4 @@
-"""measure_wheel tells README what the files of ci/results hold, and measures a wheel that runs."""
+"""measure_wheel writes the figures of ci/results into docs/installing.md, and measures a wheel that runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "wheel_bytes": 606984, "date": "2026-11-29",
     }  # fmt: skip
     (results / "wheel-a.json").write_text(json.dumps(one))
-    (tmp_path / "README.md").write_text("# x\n<!-- wheel:begin -->\n<!-- wheel:end -->\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/installing.md").write_text("# x\n<!-- wheel:begin -->\n<!-- wheel:end -->\n")
     return tmp_path
 
 
@@ -31,12 +32,12 @@ def test_writes_and_checks(tree: Path) -> None:
     assert measure_wheel.main(["--check"]) == 1
     assert measure_wheel.main(["--write"]) == 0
     assert measure_wheel.main(["--check"]) == 0
-    text = (tree / "README.md").read_text()
+    text = (tree / "docs/installing.md").read_text()
     want = "| 2.11.0 | 0.1.0+cu130, `abababababab` | 0.61 MB | 41.2 ms | 1 ms | 170 ms (fused) | 3 ms |"
     assert want in text
-    (tree / "README.md").write_text(text.replace("41.2 ms", "1.2 ms"))
+    (tree / "docs/installing.md").write_text(text.replace("41.2 ms", "1.2 ms"))
     assert measure_wheel.main(["--check"]) == 1
-    (tree / "README.md").write_text("# no table\n")
+    (tree / "docs/installing.md").write_text("# no table\n")
     assert measure_wheel.main(["--check"]) == 1
 
 

@@ -1,4 +1,4 @@
-"""Turns variants.toml into one CUDA source per compiled product and the table that the benchmark walks.
+"""Turns variants.toml into one CUDA source per compiled GEMM and the table that the benchmark walks.
 
     python gemm_variants.py variants.toml OUT_DIR
 

@@ -38,7 +38,7 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
         "int[] rank, str activation, float? clamp, float? alpha, Tensor(d!)? trace=None, int delay_seed=0) "
         "-> ()");
     // In fp8 w_gate_up and the transposed copies are e4m3, and w_down is None. saved_gate_up: what
-    // moe_forward left for the same tokens, else gate and up are computed again. Of a result that is None
+    // moe_forward left for the same tokens, else gate and up are recomputed. Of a result that is None
     // nothing is computed. Weight gradients are bf16 or fp32, set, or added to when accumulating.
     m.def(
         "moe_backward(Tensor dy, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, "

@@ -5,7 +5,7 @@
 #include "mega_moe/layer.h"
 
 // A rank's buffer as Python packs it, `Shape.words` and `KernelRank.words`: every number that a launch needs
-// besides its tensors, in the order of the words below.
+// in addition to its tensors, in the order of the words below.
 namespace mega_moe::binding {
 
 using Words = std::vector<int64_t>;

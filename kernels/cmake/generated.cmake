@@ -17,7 +17,7 @@ while(lines)
 endwhile()
 list(REMOVE_DUPLICATES MEGA_MOE_ARCHITECTURES)
 
-# The hash in build.json is of all sources, so any change of one configures anew.
+# The hash in build.json is of all sources, so any change of one reruns the configuration.
 mega_moe_python("${CMAKE_CURRENT_SOURCE_DIR}/hash_kernels.py" --list)
 string(REPLACE "\n" ";" hashed_files "${output}")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${hashed_files})

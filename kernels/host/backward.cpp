@@ -37,7 +37,7 @@ Status encode(decltype(&map_rows) make, const Map (&maps)[Count]) noexcept {
     return ok_status();
 }
 
-// Operands of the products whose rows are loaded, in bf16.
+// Operands of the GEMMs whose rows are loaded, in bf16.
 Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local,
                     const layout::KernelFacts& kernel, std::byte* workspace, const Parts& parts,
                     layout::BackwardParams& p) noexcept {
@@ -67,7 +67,7 @@ Status map_operands(const BackwardProblem& problem, const layout::WorkspaceShape
     return encode(map_blocks, by_blocks);
 }
 
-// The same in e4m3, and what makes them.
+// Those operands in e4m3, and what makes them.
 Status map_quantized_operands(const BackwardProblem& problem, const layout::WorkspaceShape& local,
                               const layout::KernelFacts& kernel, std::byte* workspace, const Parts& parts,
                               layout::BackwardParams& p) noexcept {
@@ -262,7 +262,7 @@ Status launch_backward(const BackwardProblem& problem) noexcept {
     p.intermediate = static_cast<std::int32_t>(local.intermediate);
     p.activation = problem.activation;
     p.spreads_rows = problem.dw_gate_up != nullptr || problem.dw_down != nullptr;
-    // A warp that quantizes a row for each of its slots is slower than the products: all of them do it for
+    // A warp that quantizes a row for each of its slots is slower than the GEMMs: all of them do it for
     // the first chunk.
     p.first_per_warp = quantized ? kAllRows : first_rows_per_warp(local, launch);
     p.delay_seed = problem.probes.delay_seed;

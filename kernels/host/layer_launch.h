@@ -24,7 +24,7 @@ layout::TraceBuffer trace_buffer(const Probes& probes, unsigned ctas) noexcept;
 
 // Tokens that each warp of a CTA copies before it takes its role: together those of the first experts, whose
 // tiles make the first wave of the clusters, when experts are even. One warp of each CTA would bring them
-// more slowly than the products take them.
+// more slowly than the GEMMs consume them.
 std::int32_t first_rows_per_warp(const layout::WorkspaceShape& local, const LayerLaunch& launch) noexcept;
 
 // Launches it with one parameter, whose routing part is `params`, unless its shared memory cannot hold the

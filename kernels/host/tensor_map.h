@@ -20,9 +20,9 @@ Status map_e4m3_rows(const char* what, const void* data, std::int64_t rows, std:
 Status map_scales(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                   std::uint32_t box_rows, std::uint32_t box_columns, layout::TensorMap& map) noexcept;
 
-// The same, as boxes of 64 rows x 64 columns x `box_blocks` neighbouring blocks of 64 columns, which land
-// block after block: an operand that is contracted along its rows. Columns are a multiple of 64; blocks
-// beyond them are zero.
+// Row-major bf16 [rows, columns] as boxes of 64 rows x 64 columns x `box_blocks` neighboring blocks of 64
+// columns, which land block after block: an operand that is contracted along its rows. Columns are a multiple
+// of 64; blocks beyond them are zero.
 Status map_blocks(const char* what, const void* data, std::int64_t rows, std::int64_t columns,
                   std::uint32_t box_blocks, layout::TensorMap& map) noexcept;
 

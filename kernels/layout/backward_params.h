@@ -22,7 +22,7 @@ struct GradientTarget {
 // transposed copy [num_local * intermediate, hidden].
 struct BackwardParams : LayerParams {
     TensorMap x_load;       // x pool, rows of a tile
-    TensorMap x_half_load;  // the same, half of them
+    TensorMap x_half_load;  // x pool, half the rows of a tile
     TensorMap dy_load;      // dy pool
     TensorMap dy_half_load;
     TensorMap dz_load;  // dz pool
@@ -43,8 +43,8 @@ struct BackwardParams : LayerParams {
     const float* gate_up_scales;  // [num_local, 2 * intermediate / 128, hidden / 128]
     const float* down_scales;     // [num_local, hidden / 128, intermediate / 128]
     const std::byte* x_scales;    // pools, by blocks of 128 rows: [hidden / 128][128]
-    const std::byte* dy_scales;   // the same
-    std::byte* dz_scales;         // the same [2 * intermediate / 128][128]
+    const std::byte* dy_scales;   // of the dy pool, laid out as x_scales
+    std::byte* dz_scales;         // of the dz pool: [2 * intermediate / 128][128]
     std::byte* dz_codes;          // pool [2 * intermediate] in e4m3
     std::byte* dz_pool;           // what dz_store stores to, and so on
     std::byte* h_pool;

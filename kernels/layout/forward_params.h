@@ -10,9 +10,9 @@ namespace mega_moe::layout {
 // those of scale factors.
 struct ForwardParams : LayerParams {
     TensorMap x_load;        // x pool, rows of a tile
-    TensorMap x_half_load;   // the same, half of them
+    TensorMap x_half_load;   // x pool, half the rows of a tile
     TensorMap h_load;        // h pool, rows of a tile
-    TensorMap h_half_load;   // the same, half of them
+    TensorMap h_half_load;   // h pool, half the rows of a tile
     TensorMap gate_up_load;  // w_gate_up as [num_local * 2 * intermediate, hidden], 128 rows
     TensorMap down_load;     // w_down as [num_local * hidden, intermediate], 128 rows
     TensorMap h_store;       // h pool, 16 rows

@@ -6,7 +6,7 @@
 #include "layout/staging.h"
 
 // Operands of the weights' gradients in e4m3, whose contraction are the rows of an expert: dz and dy become
-// rows of such a product, x and h its columns. All four are kept transposed, in blocks of 128 rows of a pool
+// rows of such a GEMM, x and h its columns. All four are kept transposed, in blocks of 128 rows of a pool
 // x 128 of its columns. A block is what 128 rows or columns of a stage are, byte for byte: eight slabs of 16
 // rows, each of them [128 columns][16 rows], so that 8 columns of a slab are one core matrix of wgmma without
 // a swizzle, and a warp that holds 16 rows writes 2 KB in one piece.

@@ -4,7 +4,7 @@
 #include "layout/host_device.h"
 #include "layout/pools.h"
 
-// Tiles of the weights' gradients: dW = sum over an expert's rows. Each cluster tile is two neighbouring
+// Tiles of the weights' gradients: dW = sum over an expert's rows. Each cluster tile is two neighboring
 // blocks of 128 rows of dW, one for each CTA, x 256 columns. An expert's rows are summed in parts: those of
 // one chunk, and of a chunk at most kPartRows at a time, so that one expert with most of the rows still keeps
 // every cluster busy. The parts of a tile are added in this order, each after the one before it, in fp32.
@@ -46,7 +46,7 @@ struct GradientTile {
     int column;
 };
 
-// Neighbours differ in their rows, so that clusters that start together read the same columns.
+// Neighbors differ in their rows, so that clusters that start together read the same columns.
 MEGA_MOE_HD_CONSTEXPR GradientTile gradient_tile(const GradientTiles& g, int index, int cta) {
     const bool down = index >= g.gate_up_tiles();
     const int within = down ? index - g.gate_up_tiles() : index;
@@ -71,7 +71,7 @@ struct GradientRun {
 };
 
 // Parts in the order of their units, so that experts are taken in the order in which they are finished. A
-// tile waits for rows that were signalled, and for the part before its own, whose tickets are lower.
+// tile waits for rows that were signaled, and for the part before its own, whose tickets are lower.
 //   Rows: int operator()(int unit), rows of the unit. All CTAs of a rank walk alike.
 class GradientWalk {
   public:

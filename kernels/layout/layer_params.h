@@ -16,7 +16,7 @@ struct MovedRows {
     std::int64_t staged;    // offset of the rank's copy in each symmetric buffer
 };
 
-// Where rows that are quantized on arrival go besides.
+// Where the codes of rows that are quantized on arrival go.
 struct ArrivedCodes {
     std::byte* codes;  // e4m3, by slot
     float* scales;     // [rows / 128][hidden / 128][128]: so a tile's of one k-block are one run

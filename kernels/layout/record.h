@@ -3,7 +3,7 @@
 
 #include "layout/host_device.h"
 
-// What a rank's kernels tell its host of a fault: one record in pinned memory.
+// A fault as a rank's kernels report it to the host: one record in pinned memory.
 namespace mega_moe::layout {
 
 enum RecordWord {

@@ -43,7 +43,7 @@ struct RouteParams {
     bool idx_is_64_bit;
     bool weights_are_bf16;
     bool weighted;
-    bool refuse;  // tell the others that this rank does not take part
+    bool refuse;  // signal to the other ranks that this rank does not take part
 };
 
 }  // namespace mega_moe::layout

@@ -61,7 +61,7 @@ MEGA_MOE_HD_CONSTEXPR std::int64_t joined_limit(std::int64_t pool_rows, std::int
     return 2 * pool_rows - num_local * (kPadRows - 1);
 }
 
-// Two neighbours together exceed the limit, or they would be one chunk.
+// Two neighbors together exceed the limit, or they would be one chunk.
 MEGA_MOE_HD_CONSTEXPR std::int64_t max_chunks(std::int64_t max_rows, std::int64_t limit,
                                               std::int64_t blocks) {
     const std::int64_t by_rows = 2 * (max_rows / (limit + 1)) + 1;

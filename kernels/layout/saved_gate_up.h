@@ -21,7 +21,7 @@ MEGA_MOE_HD_CONSTEXPR std::int64_t saved_offset(int slot, int column, int column
     return (block * 4 + warp) * (kSavedVectors * kSavedVectorBytes) + lane * 16;
 }
 
-// Whether there is room for the rows of the tile at `slot`; what lies beyond is computed again.
+// Whether there is room for the rows of the tile at `slot`; what lies beyond is recomputed.
 MEGA_MOE_HD_CONSTEXPR bool is_saved(int slot, int saved_slots) {
     return slot + kTileRows <= saved_slots;
 }

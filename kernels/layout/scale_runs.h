@@ -5,7 +5,7 @@
 #include "layout/layer_shared.h"
 
 // Where the scale factors of the rows of a pool lie that a kernel quantizes itself: of each tile's rows one
-// run for a k-block, run by run, as the stages of a product take them.
+// run for a k-block, run by run, as the stages of a GEMM take them.
 namespace mega_moe::layout {
 
 // The run of `group`, a block of 128 columns, in the tile's rows that begin with `row`; in runs.

@@ -4,7 +4,7 @@
 #include "layout/host_device.h"
 #include "layout/layer_shared.h"
 
-// Which tile of the layer's products a ticket means: the order in which the clusters of a rank take tiles. A
+// Which tile of the layer's GEMMs a ticket means: the order in which the clusters of a rank take tiles. A
 // unit is one expert in one chunk; unit = chunk * num_local + expert. A cluster is two CTAs, and a tile of a
 // cluster is a tile of kTileRows x one block of columns for each.
 namespace mega_moe::layout {
@@ -12,7 +12,7 @@ namespace mega_moe::layout {
 // Row blocks of clusters that share a block of weights in L2 before the next block of weights is read.
 inline constexpr int kRasterBlocks = 8;
 
-// --- tiles of one unit in one product with `columns` blocks of columns
+// --- tiles of one unit in one GEMM with `columns` blocks of columns
 // ---------------------------------------------------------------------
 // Whole clusters take the rows in pairs of blocks and share the weights. Where the last pair would have one
 // block only, the two CTAs share the rows instead and take two blocks of columns.
@@ -51,7 +51,7 @@ MEGA_MOE_HD_CONSTEXPR CtaTile cta_tile(int index, int cta, int rows, int columns
 
 // --- order of the units
 // --------------------------------------------------------------------------------------------------
-// The tiles of one unit in one of the two products, with consecutive tickets.
+// The tiles of one unit in one of the two GEMMs, with consecutive tickets.
 struct TileRun {
     int unit;
     int rows;

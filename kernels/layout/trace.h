@@ -3,7 +3,7 @@
 
 #include "layout/host_device.h"
 
-// What the tracing form of a kernel writes.
+// Events of the tracing variant of a kernel.
 namespace mega_moe::layout {
 
 enum class TraceRole { kLoad, kMath0, kMath1, kPull, kPush, kCount };
@@ -14,7 +14,7 @@ enum class TraceKind : std::int64_t {
     kLoadGateUp,
     kLoadDown,
     kWaitTile,  // a math warpgroup waits for a tile, its loads or the other warpgroup
-    kGateUp,    // products
+    kGateUp,    // GEMMs
     kDown,
     kStoreGateUp,  // epilogue
     kStoreDown,
@@ -32,7 +32,7 @@ enum class TraceKind : std::int64_t {
     kLoadDz,
     kLoadDx,
     kLoadGradient,
-    kDz,  // products
+    kDz,  // GEMMs
     kDx,
     kGradient,
     kStoreDz,  // epilogue

@@ -6,7 +6,7 @@
 namespace mega_moe::bench {
 
 enum class Element { kBf16, kE4m3 };
-// Cooperative: both consumer warpgroups take half of each tile. Ping-pong: each takes whole tiles in turn,
+// Cooperative: both consumer warpgroups take half of each tile. Ping-pong: they alternate over whole tiles,
 // one multiplying while the other stores.
 enum class Schedule { kCooperative, kPingPong };
 enum class Cluster { kNone, kMulticastB };  // two blocks along M that load half of b's tile each, for both
@@ -38,7 +38,7 @@ struct GemmConfig {
     static constexpr int kThreads = 384;  // a warpgroup that loads, two that multiply
     static constexpr int kWarpgroupRows = kPingPong ? M : M / 2;
     static constexpr int kPartsM = kWarpgroupRows / 64;
-    // The staggered form adds to one array from smaller products.
+    // The staggered form adds to one array from smaller MMAs.
     static constexpr int kPartsN = kStaggered ? 1 : N / InstructionN;
     static constexpr int kParts = kPartsM * kPartsN;
     static constexpr int kPartRegisters = (kStaggered ? N : InstructionN) / 2;
@@ -57,7 +57,7 @@ struct GemmConfig {
     static constexpr int kStoreOffset = kStages * kStageBytes;
     static constexpr int kScaleOffset = kStoreOffset + 8 * kStoreBuffers * kStoreBytes;
     static constexpr int kBarrierOffset = kScaleOffset + kStages * kScaleBytes;
-    static constexpr int kNumBarriers = 2 * kStages + 2;  // full, empty, the turns of ping-pong
+    static constexpr int kNumBarriers = 2 * kStages + 2;  // full, empty, the order of ping-pong
     // The swizzle counts from multiples of 1024.
     static constexpr int kSharedBytes = 1024 + kBarrierOffset + 8 * kNumBarriers;
     static_assert(kSharedBytes <= 232448, "shared memory of a block");

@@ -16,7 +16,7 @@ __device__ __forceinline__ void multiply_tiles(const GemmParams& p, const Shared
     const int warpgroup = consumer_warp / 4;
     StageCursor<C> cursor;
     int store_buffer = 0;
-    uint32_t turn_parity = warpgroup == 0 ? 1 : 0;  // the first warpgroup's first turn needs no leave
+    uint32_t turn_parity = warpgroup == 0 ? 1 : 0;  // the first warpgroup starts without waiting
     if constexpr (C::kPingPong) {
         if (warpgroup == 1) cursor.skip(p.num_k_blocks);
         first_tile += warpgroup * tile_step;

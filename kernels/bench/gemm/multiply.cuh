@@ -21,7 +21,7 @@ __device__ __forceinline__ void release_stage(const SharedMap<C>& shared, int st
     }
 }
 
-// Adds the products of one stage; `a_offset` bytes into a's tile are this warpgroup's rows.
+// Adds the MMAs of one stage; `a_offset` bytes into a's tile are this warpgroup's rows.
 template <class C>
 __device__ __forceinline__ void multiply_stage(Accumulators<C>& sums, const SharedMap<C>& shared, int stage,
                                                uint32_t a_offset) {
@@ -52,8 +52,8 @@ __device__ __forceinline__ void multiply_stage(Accumulators<C>& sums, const Shar
     ptx::wgmma_commit();
 }
 
-// One tile, but for its last products, which are still under way: their stage is returned, and `finish_tile`
-// ends them. A stage is released when the next one's products are under way, so that the tensor core never
+// One tile, but for its last MMAs, which are still under way: their stage is returned, and `finish_tile`
+// ends them. A stage is released when the next one's MMAs are under way, so that the tensor core never
 // runs dry.
 template <class C>
 __device__ __forceinline__ int multiply_tile(Accumulators<C>& sums, const SharedMap<C>& shared,

@@ -6,7 +6,7 @@ namespace mega_moe::bench {
 
 // One tile of e4m3 whose sums leave the tensor core every 128 of the contraction: there an accumulator keeps
 // about 14 bits, and the scales change. The tile's halves of 128 columns, one scale of b each, follow one
-// another: the partial sums of both do not fit into registers, and the other warpgroup's products fill the
+// another: the partial sums of both do not fit into registers, and the other warpgroup's MMAs fill the
 // gaps.
 template <class C>
 __device__ __forceinline__ void multiply_tile_promoted(Accumulators<C>& sums, const SharedMap<C>& shared,
@@ -17,7 +17,7 @@ __device__ __forceinline__ void multiply_tile_promoted(Accumulators<C>& sums, co
     const int row = warpgroup * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16 + lane / 4;
     float scale_b[2] = {__ldg(scale_low), __ldg(scale_high)};
     for (int k_block = 0; k_block < p.num_k_blocks; ++k_block) {
-        // One ahead: a load from global memory takes as long as a stage's products.
+        // One ahead: a load from global memory takes as long as a stage's MMAs.
         const int ahead = k_block + 1 < p.num_k_blocks ? k_block + 1 : k_block;
         const float next_scale_b[2] = {__ldg(scale_low + ahead), __ldg(scale_high + ahead)};
         ptx::mbarrier_wait(shared.full(cursor.stage), cursor.parity);
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_tile_promoted(Accumulators<C>& sums, co
                 sums[half][i + 2] = fmaf(lower, partial[i + 2], sums[half][i + 2]);
                 sums[half][i + 3] = fmaf(lower, partial[i + 3], sums[half][i + 3]);
             }
-            // Holds this half's promotion before the next half's products.
+            // Holds this half's promotion before the next half's MMAs.
 #pragma unroll
             for (int i = 0; i < 64; ++i)
                 asm volatile("" : "+f"(sums[half][i]));

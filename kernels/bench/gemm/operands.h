@@ -18,7 +18,7 @@ struct Shape {
     double flops() const { return 2.0 * m * n * k; }
 };
 
-// Memory for the operands of any shape up to the given extents. Elements are two bytes or one, so a product
+// Memory for the operands of any shape up to the given extents. Elements are two bytes or one, so a GEMM
 // in e4m3 uses half.
 struct Operands {
     Operands(std::int64_t max_a, std::int64_t max_b, std::int64_t max_d, int max_m, int max_n, int max_k);

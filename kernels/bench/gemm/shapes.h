@@ -5,7 +5,7 @@
 
 namespace mega_moe::bench {
 
-// 16384 tokens with top-8 on one rank: the two forward products of the Qwen3 mixtures of experts with 30 and
+// 16384 tokens with top-8 on one rank: the two forward GEMMs of the Qwen3 mixtures of experts with 30 and
 // 235 billion parameters, as if all experts had one weight.
 inline constexpr Shape kShapes[] = {{"30B gate and up", 131072, 1536, 2048},
                                     {"30B down", 131072, 2048, 768},

@@ -3,7 +3,7 @@
 
 namespace mega_moe::bench {
 
-// What the host has to know of a compiled product; the fields are those of GemmConfig.
+// What the host has to know of a compiled GEMM; the fields are those of GemmConfig.
 struct GemmVariant {
     const char* name;
     const void* kernel;

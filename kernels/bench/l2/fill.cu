@@ -1,5 +1,5 @@
 // How fast TMA fills shared memory from a buffer that stays in L2, with nothing else going on: the ceiling of
-// what a product's loads can do. Each block reads every box of its own, or each block of a pair reads half of
+// what a GEMM's loads can do. Each block reads every box of its own, or each block of a pair reads half of
 // the shared boxes for both.
 #include "bench/common/check.h"
 #include "bench/common/clock_span.cuh"

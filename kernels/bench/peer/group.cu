@@ -185,7 +185,7 @@ bool measure_grid(Devices& devices, const Pattern& pattern) {
             ok = measure(devices, pattern, point) && ok;
         }
     }
-    // The same bytes in flight as rows of other lengths.
+    // Rows of other lengths with equally many bytes in flight.
     for (const int row_bytes : {2048, 8192}) {
         const int warps = 32768 / (kMaxCopyBuffers * row_bytes);
         for (const int blocks : {16, all}) {

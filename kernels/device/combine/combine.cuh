@@ -12,7 +12,7 @@
 // owner rank, which adds the sums of all ranks. With EP=1 the first sum is the result.
 namespace mega_moe::device {
 
-// The expert of an own token's slot, or what stands for none.
+// The expert in a slot of one of this rank's tokens, or the value for none.
 __device__ __forceinline__ std::int64_t expert_of_slot(const layout::RouteParams& r, int token, int slot,
                                                        std::uint64_t epoch) {
     if (r.endpoint.num_ranks > 1)
@@ -25,7 +25,7 @@ __device__ __forceinline__ bool holds_expert(const layout::RouteParams& r, int t
     return expert >= 0 && expert < r.num_experts;
 }
 
-// Ranks that hold an expert of an own token, as a mask.
+// Mask of the ranks that hold an expert of one of this rank's tokens.
 __device__ __forceinline__ std::uint32_t ranks_of_token(const layout::RouteParams& r, int token,
                                                         std::uint64_t epoch) {
     const auto lane = static_cast<int>(ptx::lane_id());
@@ -45,7 +45,7 @@ struct NoPiggyback {
     __device__ __forceinline__ void sum(int, std::uint64_t, bool) const {}
 };
 
-// One warp's work on both sums, which it takes in turn, whichever is ready. All warps draw from the same
+// One warp's work on both sums, taking whichever is ready. All warps draw from the same
 // lists.
 template <class C, class Piggyback = NoPiggyback>
 class Combiner {
@@ -148,7 +148,7 @@ class Combiner {
         ranks_ = ranks_of_token(p.route, owned_, epoch);
     }
 
-    // One look takes as long as a load from memory, so the upper lanes look for the next entry.
+    // A poll takes as long as a load from memory, so the upper lanes poll for the next entry.
     __device__ __forceinline__ bool push_ready() {
         if (missing_ << kHalf == 0) return true;
         const unsigned lane = ptx::lane_id();
@@ -174,7 +174,8 @@ class Combiner {
         return {p.summed, from_.slot + view_.row_of_slot, from_.rows, out, last && bad_};
     }
 
-    // Entries of one chunk that are sent and not yet counted: a fence for each would take as long as the sum.
+    // Entries of one chunk that are sent but not yet signaled: a fence for each would take as long as the
+    // sum.
     __device__ __forceinline__ void count_pushes() {
         if (uncounted_ == 0) return;
         std::uint32_t sent = 0;
@@ -213,7 +214,7 @@ class Combiner {
                 written || !p.returns_rows ? nullptr : out, bad_};
     }
 
-    // Nothing was ready: has this gone on for too long, or has a rank given up?
+    // Nothing was ready: check the time limit, and whether a rank has given up.
     __device__ __forceinline__ bool gave_up(std::int64_t& idle_since) {
         const std::int64_t now = ptx::global_timer();
         if (idle_since == 0) idle_since = now;
@@ -229,7 +230,7 @@ class Combiner {
     }
 
   public:
-    // One warp: tells all ranks that their tokens' sums of a chunk are with them.
+    // One warp: signals all ranks that a chunk's sums for their tokens have arrived.
     static __device__ __forceinline__ void announce_chunk(const layout::LayerParams& p, std::uint64_t epoch,
                                                           int chunk) {
         const layout::Endpoint& e = p.route.endpoint;
@@ -269,7 +270,7 @@ class Combiner {
     bool bad_ = false;
 };
 
-// One warp of one CTA: chunks that bring nothing to this rank have no last entry that would announce them.
+// One warp of one CTA: chunks that bring nothing to this rank have no last entry to signal them.
 template <class C>
 __device__ __forceinline__ void announce_empty_chunks(const layout::LayerParams& p, std::uint64_t epoch) {
     if (p.route.endpoint.num_ranks == 1) return;

@@ -7,7 +7,7 @@
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 
-// How a kernel tells of a fault: no trap, which would take the context, and no printf, which would cost
+// How a kernel reports a fault: no trap, which would take the context, and no printf, which would cost
 // registers.
 namespace mega_moe::device {
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void write_record(const layout::Endpoint& e, std::uin
     ptx::store_release_sys(e.record + layout::kRecordState, 1);
 }
 
-// A wait that ended without what it waited for: recorded, and sent to all ranks unless one of them reported
+// A wait that timed out or was aborted: recorded, and sent to all ranks unless one of them reported
 // it first.
 __device__ __forceinline__ void give_up(const layout::Endpoint& e, std::uint64_t epoch, Fault fault) {
     const std::uint64_t aborted = abort_word(e);

@@ -28,7 +28,7 @@ __device__ __forceinline__ bool grid_barrier(const layout::Endpoint& e, std::uin
     return meet_at(e, epoch, barrier_word(e, epoch));
 }
 
-// A second one, for launches that read the tables. Its word is zeroed by one thread before grid_barrier,
+// A second barrier, for launches that read the tables. Its word is zeroed by one thread before grid_barrier,
 // which all CTAs pass before any adds to it.
 __device__ __forceinline__ void open_tables_barrier(const layout::Endpoint& e) {
     e.sync[layout::kTablesBarrierWord] = 0;

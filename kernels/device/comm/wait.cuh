@@ -8,10 +8,10 @@
 
 namespace mega_moe::device {
 
-// Polls between two looks at the clock and the abort word; a poll takes about half a microsecond.
+// Polls between two checks of the clock and the abort word; a poll takes about half a microsecond.
 inline constexpr int kPollsPerCheck = 16;
 
-// Polls `load` until it returns at least `wanted`. False when `limit_ns` have passed or a rank gave up;
+// Polls `load` until it returns at least `wanted`. False when `limit_ns` have passed or a rank has given up;
 // `seen` is the last value either way.
 template <class Load>
 __device__ __forceinline__ bool wait_for(const layout::Endpoint& e, Load load, std::uint64_t wanted,

@@ -5,7 +5,7 @@
 #include "device/ptx/bf16x2.cuh"
 #include "device/ptx/e4m3.cuh"
 
-// Eight neighbouring bf16 elements, one 16-byte vector, on their way to e4m3.
+// Eight neighboring bf16 elements, one 16-byte vector, on their way to e4m3.
 namespace mega_moe::device {
 
 // Largest magnitude per half of the register, with a sign that means nothing.

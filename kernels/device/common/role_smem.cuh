@@ -63,7 +63,7 @@ struct RoleSmem {
     __device__ __forceinline__ std::uint32_t* mailbox_value(int i) const {
         return reinterpret_cast<std::uint32_t*>(generic + C::kAt.mailbox) + i;
     }
-    // Words by which the CTAs of a cluster tell each other that they have the tables.
+    // Words by which the CTAs of a cluster signal each other that they have the tables.
     __device__ __forceinline__ std::uint32_t state_address(int i) const {
         return base + C::kAt.state + 4 * i;
     }

@@ -14,7 +14,7 @@
 // before the rows of the first tenth of the experts are complete.
 namespace mega_moe::device {
 
-// Rows of one expert with neighbouring slots.
+// Rows of one expert with neighboring slots.
 struct RowRun {
     static constexpr int kMost = 8;
     int slot;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void copy_run(const layout::LayerParams& p, const Chu
                     if (i < rows && group < groups)
                         scale[i] = ptx::load_relaxed_gpu(p.own[moved].scales + from * groups + group);
                 }
-                // Neighbouring rows of a run of scale factors lie side by side.
+                // Rows next to each other have adjacent scale factors in a run.
                 float* to = p.codes[moved].scales + layout::scale_at(row, group, groups);
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i)

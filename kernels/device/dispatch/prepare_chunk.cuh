@@ -9,7 +9,7 @@
 #include "layout/gradients.h"
 #include "layout/scale_runs.h"
 
-// What a chunk of the backward needs before its rows come.
+// Preparation of the pools before a chunk of the backward arrives.
 namespace mega_moe::device {
 
 // One of `num_warps` warps: zeros in the rows of x and dy between an expert's last and the end of its row
@@ -58,7 +58,7 @@ struct ChunkPreparation {
     std::uint64_t epoch;
 
     __device__ __forceinline__ void operator()(int chunk, bool& lost) const {
-        // All warps have done it for the first.
+        // For the first chunk all warps have done it.
         if (chunk == 0) return;
         if (chunk >= 2) await_gradients(chunk - 2, lost);
         zero_padding<C>(p, chunk, static_cast<int>(ptx::cta_id()), static_cast<int>(ptx::num_ctas()));

@@ -15,8 +15,8 @@
 #include "device/ptx/global_memory.cuh"
 #include "device/quantize/arrived_groups.cuh"
 
-// Dispatch: rows of x, and of dy in the backward, from their ranks into the pools, each token once, whatever
-// number of experts it has here.
+// Dispatch: rows of x, and of dy in the backward, from their ranks into the pools. Each token is read once,
+// however many experts it has here.
 namespace mega_moe::device {
 
 // A piece of a token's row on its way through one of the buffers.
@@ -40,7 +40,7 @@ class Puller {
                                                Tracer<C::kTrace>& tracer) {
         TokensInOrder tokens(p, view, first, step);
         ended_ = false;
-        // The last pieces that are under way, the oldest first; one without bytes is none.
+        // The last pieces in flight, oldest first; an entry without bytes is empty.
         PullPiece ahead[kAhead] = {};
         PullPiece newest{};
         newest.last = true;
@@ -84,7 +84,7 @@ class Puller {
     static constexpr int kAhead = C::kPullBuffers - kStoring;
     static constexpr PullPass kPass = C::kQuantizesOnArrival ? PullPass::kSpread : PullPass::kWhole;
 
-    // Whether the first slot of a token has the row already, which this CTA has brought there.
+    // Whether this CTA has already stored the row in the token's first slot.
     __device__ __forceinline__ bool first_has_row() const {
         return kPass == PullPass::kSpread && keeps_row(p);
     }
@@ -92,7 +92,7 @@ class Puller {
         return lane() < t.rows && (lane() > 0 || !first_has_row());
     }
 
-    // The piece after `newest`, which becomes it, with its load under way; none at the end.
+    // Advances `newest` to the next piece and starts its load; an empty piece at the end.
     __device__ __forceinline__ PullPiece start_next(const ChunkView& view, TokensInOrder& tokens,
                                                     PullPiece& newest) {
         PullPiece piece = newest;
@@ -115,7 +115,7 @@ class Puller {
         piece.bytes = min(row_bytes - piece.offset, C::kPullBytes);
         piece.last = piece.offset + piece.bytes == row_bytes && piece.moved == C::kMoved - 1;
         maybe_delay(p.delay_seed, static_cast<std::uint32_t>(piece.of.token));
-        // The stores that last read the buffer: of so many pieces they come between them and this.
+        // Wait for the stores that last read the buffer; those of kStoring - 1 pieces are newer.
         ptx::bulk_wait_read<kStoring - 1>();
         __syncwarp();
         load(view, piece);
@@ -136,7 +136,7 @@ class Puller {
         __syncwarp();
         loading_.next();
     }
-    // A token whose last piece is on its way to the pools, to be counted once it is there.
+    // A token whose last piece is on its way to the pools; counted once it has arrived.
     __device__ __forceinline__ void stored(const PullPiece& piece) {
         if (!piece.last) return;
 #pragma unroll
@@ -170,7 +170,7 @@ class Puller {
     int blocks_[kRowsPerCount] = {};  // of each lane's slots of the tokens that are not counted
 };
 
-// Tokens that are copied before the roles part.
+// Tokens that are copied before the warps take their roles.
 template <class C>
 __device__ __forceinline__ int first_copied(const layout::LayerParams& p) {
     return p.first_per_warp * (C::kThreads / 32) * static_cast<int>(ptx::num_ctas());
@@ -244,7 +244,7 @@ __device__ __forceinline__ void copy_runs(const layout::LayerParams& p, int chun
                                           Tracer<C::kTrace>& tracer) {
     const auto ctas = static_cast<int>(ptx::num_ctas());
     const auto cta = static_cast<int>(ptx::cta_id());
-    // One run is copied by each warp before the roles part.
+    // Each warp copies one run before the warps take their roles.
     const int first = chunk == 0 ? C::kThreads / 32 * ctas + warp * ctas : 0;
     RunsInOrder runs(p.route, chunk, first + cta, chunk == 0 ? 2 * ctas : ctas);
     const ChunkView view = view_chunk(p, chunk);

@@ -9,10 +9,10 @@
 #include "device/ptx/global_memory.cuh"
 
 // Dispatch of a quantized layer: rows of e4m3 and their scale factors. Rows are half as long as in bf16 and
-// wanted nearly twice as fast, so more pieces are under way than a warp could remember in its registers.
+// needed nearly twice as fast, so more pieces are in flight than a warp can track in registers.
 namespace mega_moe::device {
 
-// Bytes of scale factors that belong to so many bytes of e4m3.
+// Bytes of scale factors for a number of bytes of e4m3.
 __device__ __forceinline__ int bytes_of_scales(int bytes) {
     return bytes / layout::kQuantGroup * 4;
 }
@@ -36,7 +36,7 @@ __device__ __forceinline__ void copy_scales(const layout::LayerParams& p, const 
 
 // One warp: its share of the tokens of a chunk, in the order of their first experts, by bulk copies through
 // its buffers.
-// What is known of a piece lies in shared memory until its arrival is signalled.
+// The state of a piece is kept in shared memory until its arrival is signaled.
 template <class C>
 class QuantizedPuller {
   public:
@@ -72,7 +72,7 @@ class QuantizedPuller {
 
     // One buffer takes stores while the others load.
     static constexpr int kAhead = C::kPullBuffers - 1;
-    // Pieces that are stored and not yet written, so many at most.
+    // Most pieces that may be stored but not yet written.
     static constexpr int kStoring = 2;
     static_assert(kAhead + 1 + kStoring <= layout::kPullPieces, "pieces");
     // A piece's last word: its rows, its place in its row in pieces, and whether it is the last of the token.
@@ -112,7 +112,7 @@ class QuantizedPuller {
         loading_piece_ = next_piece(loading_piece_);
         return last ? 0 : offset + bytes;
     }
-    // Stores the piece that was loaded first, once it is there, and tells of one stored before.
+    // Stores the piece that was loaded first, once it is there, and signals one stored before.
     __device__ __forceinline__ void store(const ChunkView& view) {
         const std::uint32_t* piece = shared.piece(landing_piece_);
         const std::uint32_t facts = piece[kFacts];
@@ -153,7 +153,7 @@ class QuantizedPuller {
     int loading_piece_ = 0;
     int landing_piece_ = 0;
     int arriving_ = 0;
-    int stored_ = 0;  // pieces that are not signalled
+    int stored_ = 0;  // pieces that are not signaled
 };
 
 }  // namespace mega_moe::device

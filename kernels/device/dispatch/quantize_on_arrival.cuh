@@ -10,7 +10,7 @@
 namespace mega_moe::device {
 
 // One warp: rows of its tokens, read and quantized through registers, `NumVectors` of 512 bytes at once.
-// While these are quantized the next are on their way, and a fence tells of several tokens: both take longer
+// While these are quantized the next are on their way, and one fence covers several tokens: both take longer
 // than the work itself.
 template <class C, int NumVectors>
 class QuantizedRowsOf {
@@ -18,7 +18,7 @@ class QuantizedRowsOf {
     __device__ __forceinline__ QuantizedRowsOf(const layout::LayerParams& params, const ChunkView& chunk)
         : p(params), view(chunk), row_bytes(params.hidden * 2) {}
 
-    // So many of the tokens at most.
+    // Handles at most this many tokens.
     __device__ __forceinline__ void quantize(TokensInOrder tokens, int left) {
         Piece piece{};
         if (left == 0 || !tokens.next(piece.of)) return;

@@ -5,7 +5,7 @@
 #include "device/ptx/fence.cuh"
 #include "device/route/tables.cuh"
 
-// What the warps that bring the rows to the experts wait for, and where they read.
+// What the warps that dispatch rows wait for, and where they read.
 namespace mega_moe::device {
 
 // Where a token's row is read: with EP=1 it is copied to the symmetric buffer only where it is quantized.
@@ -27,7 +27,7 @@ __device__ __forceinline__ void await_staged_x(const layout::LayerParams& p, std
     const layout::RouteParams& r = p.route;
     const layout::Endpoint& e = r.endpoint;
     if (e.num_ranks == 1) {
-        // All CTAs have met since.
+        // All CTAs have passed a barrier since.
         if constexpr (C::kDispatchesFp8) ptx::fence_proxy_async_global();
         return;
     }
@@ -50,7 +50,7 @@ __device__ __forceinline__ void await_staged_x(const layout::LayerParams& p, std
     __syncwarp();
 }
 
-// One warp: until the part of the pools that a chunk takes is free again.
+// One warp: waits until the part of the pools for a chunk is free again.
 __device__ __forceinline__ void await_free_chunk(const layout::LayerParams& p, std::uint64_t epoch, int chunk,
                                                  bool& lost) {
     if (chunk < 2) return;

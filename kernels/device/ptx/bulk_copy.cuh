@@ -15,7 +15,7 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
         : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`, as tma_multicast does.
+// A bulk copy into every block of the cluster whose bit is set in `blocks`, as tma_multicast does.
 __device__ __forceinline__ void bulk_multicast(uint32_t shared, const void* global, uint32_t bytes,
                                                uint32_t barrier, uint16_t blocks) {
     asm volatile(

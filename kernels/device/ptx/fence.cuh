@@ -13,7 +13,7 @@ __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Shows initialised barriers to the cluster and to bulk copies; a block or cluster barrier must follow.
+// Shows initialized barriers to the cluster and to bulk copies; a block or cluster barrier must follow.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_proxy_async_shared();

@@ -20,7 +20,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
 }
 
 // Arrives at the barrier at the same offset in block `rank` of the cluster. Without .release.cluster:
-// spelled out, it compiles to MEMBAR.ALL.GPU, which halves the rate of a product that releases its stages so.
+// spelled out, it compiles to MEMBAR.ALL.GPU, which halves the rate of a GEMM that releases its stages so.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"

@@ -11,7 +11,7 @@ namespace mega_moe::device::ptx {
     }
 
 MEGA_MOE_READ(sm_id, uint32_t, "mov.u32 %0, %%smid", "r")
-// threadIdx.x, blockIdx.x and gridDim.x, read anew where they are used: a large kernel keeps the built-in
+// threadIdx.x, blockIdx.x and gridDim.x, read again where they are used: a large kernel keeps the built-in
 // forms in registers from their first use to their last, and spills them.
 MEGA_MOE_READ(thread_id, uint32_t, "mov.u32 %0, %%tid.x", "r")
 MEGA_MOE_READ(cta_id, uint32_t, "mov.u32 %0, %%ctaid.x", "r")

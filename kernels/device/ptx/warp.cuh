@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t ballot(bool predicate) {
     return __ballot_sync(kAllLanes, predicate);
 }
 
-// The same, and what is worked out from it, anew at this place: the compiler keeps addresses that follow from
+// The lane, recomputed here together with what follows from it: the compiler keeps addresses that follow from
 // lane_id() from tile to tile, and where registers are short it keeps them in memory.
 __device__ __forceinline__ uint32_t lane_id_anew() {
     uint32_t lane;

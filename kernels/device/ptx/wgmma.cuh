@@ -1,7 +1,7 @@
 #pragma once
 #include <cstdint>
 
-// What surrounds the products of a warpgroup; all its threads execute it. The products themselves are in
+// What surrounds the MMAs of a warpgroup; all its threads execute it. The MMAs themselves are in
 // wgmma_bf16.cuh and wgmma_e4m3.cuh.
 namespace mega_moe::device::ptx {
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t opaque_zero() {
     return zero;
 }
 
-// Before the first product after the accumulators were touched.
+// Before the first MMA after the accumulators were touched.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

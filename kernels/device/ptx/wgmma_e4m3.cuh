@@ -26,7 +26,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[128], uint64_t a, uint64_t
 }
 
 // Sets d instead of adding to it. As pure outputs the accumulators need no zeros and are dead before; zeroed
-// temporaries in a loop make ptxas serialise the products and spill.
+// temporaries in a loop make ptxas serialize the MMAs and spill.
 __device__ __forceinline__ void wgmma_e4m3_first(float (&d)[64], uint64_t a, uint64_t b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 0, 0;\n"
@@ -39,7 +39,7 @@ __device__ __forceinline__ void wgmma_e4m3_first(float (&d)[64], uint64_t a, uin
 // With 64 columns, of descriptors whose high words are `High`, by their low words: no registers for what is
 // the same in all of them. Adds to d unless `accumulate`, which the compiler must not take for a constant, is
 // 0: then it sets d. Unlike pure outputs, the accumulators stay the registers that they were, so that what
-// still reads them comes before the product.
+// still reads them comes before the MMA.
 template <uint32_t High>
 __device__ __forceinline__ void wgmma_e4m3_if(float (&d)[32], uint32_t a, uint32_t b, uint32_t accumulate) {
     asm volatile(

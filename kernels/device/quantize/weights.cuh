@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_transposed(const uint8_t* shared, std::byt
 }
 
 // Quantizes one block of 128 x 128. Rows of it are 256 bytes to read and 128 to write, in either copy, and
-// blocks of neighbouring numbers, which run at once, are neighbours along the rows.
+// blocks of neighboring numbers, which run at once, are neighbours along the rows.
 __device__ __forceinline__ void quantize_weight_block(const layout::QuantizeWeightsParams& p, uint32_t block,
                                                       QuantizeWeightsShared& shared) {
     using layout::kPatch;

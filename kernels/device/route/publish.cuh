@@ -8,7 +8,7 @@
 #include "device/route/ids.cuh"
 #include "layout/route_shared.h"
 
-// What ranks tell one another at the start of a launch: a header with their number of tokens, then the ids by
+// What ranks exchange at the start of a launch: a header with their number of tokens, then the ids by
 // blocks.
 namespace mega_moe::device {
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ void await_headers(const layout::RouteParams& p, Rout
         write_record(e, epoch,
                      {Role::kHeader, Kind::kRefused, static_cast<std::uint64_t>(peer), tokens,
                       static_cast<std::uint64_t>(p.max_tokens)});
-    // What ranks that call differently exchange would mean something else to each.
+    // Ranks that make different calls would misread what the others send.
     const auto call =
         static_cast<std::uint32_t>(header >> layout::kHeaderCallShift & layout::kHeaderCallMask);
     const bool differs = peer < e.num_ranks && met && !refused && !p.refuse && call != p.call;

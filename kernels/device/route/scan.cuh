@@ -15,7 +15,7 @@ __device__ __forceinline__ std::uint32_t warp_exclusive_sums(std::uint32_t* valu
     const auto padded = [](std::uint32_t v) {
         return Padded ? (v + layout::kPadRows - 1) / layout::kPadRows * layout::kPadRows : v;
     };
-    // Each lane takes a run of neighbours: one exchange between lanes for all of them.
+    // Each lane takes a run of neighbors: one exchange between lanes for all of them.
     const int run = (count + 31) / 32;
     const int first = min(static_cast<int>(ptx::lane_id()) * run, count);
     const int end = min(first + run, count);

@@ -36,7 +36,7 @@ class RowTiles : public UnitTiles<C> {
 
     __device__ __forceinline__ BackwardTile record(int cta) const {
         const layout::CtaTile tile = cta_tile(cta);
-        // A CTA without a tile helps to load the other's rows, and any column does for it.
+        // A CTA without a tile helps to load the other's rows; any column will do.
         const int column = tile.live ? tile.column : 0;
         BackwardTile t{};
         t.kind = run_.down ? kDxTile : kDzTile;
@@ -52,7 +52,7 @@ class RowTiles : public UnitTiles<C> {
         t.chunk = place_.chunk;
         t.expert = place_.expert;
         if constexpr (C::kSavesGateUp) {
-            // As the CTAs share their loads, both products or one for both of them: of two tiles the second
+            // As the CTAs share their loads, both GEMMs or one for both of them: of two tiles the second
             // has the higher slots.
             const int last = place_.first_slot + cta_tile(1).first_row;
             if (!run_.down && layout::is_saved(last, p.saved.slots)) t.flags = kSaved;
@@ -76,7 +76,7 @@ class RowTiles : public UnitTiles<C> {
     }
 
   private:
-    // Tiles that dz lies ahead of dx, in tiles of every cluster.
+    // How many tiles of each cluster dz is ahead of dx.
     static constexpr int kLagPerCluster = 3;
 
     __device__ __forceinline__ layout::CtaTile cta_tile(int cta) const {
@@ -85,7 +85,7 @@ class RowTiles : public UnitTiles<C> {
     }
 };
 
-// Tiles of the weights' gradients, likewise.
+// wgrad tiles: a ticket's record, and whether its inputs are ready.
 template <class C>
 class GradientTilesOfRank {
   public:
@@ -191,7 +191,7 @@ class GradientTilesOfRank {
 };
 
 // One warp of each CTA: the tiles of the cluster, one after another, each once its inputs are there. The
-// first CTA chooses and tells the second, as a ticket whose highest bit says which kind it is of.
+// first CTA chooses and signals the second, with a ticket whose highest bit says which kind it is of.
 template <class C>
 class BackwardScheduler {
   public:
@@ -328,7 +328,7 @@ class BackwardScheduler {
             return true;
     }
 
-    // Nothing was ready: has this gone on for too long, or has a rank given up? After a fault everything
+    // Nothing was ready: check the time limit and whether a rank has given up. After a fault everything
     // counts as ready, and the launch runs to its end without waiting.
     __device__ __forceinline__ void check_time(std::int64_t& idle_since, std::uint64_t index,
                                                std::uint64_t seen, std::uint64_t wanted) {

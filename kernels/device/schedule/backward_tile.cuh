@@ -7,26 +7,26 @@
 #include "layout/tiles.h"
 #include "layout/workspace.h"
 
-// What the warps of the backward's kernels tell one another of a tile.
+// A tile as the warps of the backward kernels pass it on.
 namespace mega_moe::device {
 
 enum BackwardKind { kEnd, kDzTile, kDxTile, kGateUpGradient, kDownGradient, kTransposeTile };
 
 enum TileFlag {
-    kToPartials = 1,    // the sum goes on in a later part
-    kFromPartials = 2,  // an earlier part has begun it
+    kToPartials = 1,    // the sum continues in a later part
+    kFromPartials = 2,  // an earlier part started the sum
     kAllNan = 4,        // the call had a bad id
     kCountChunk = 8,
     kCountPart = 16,
     kSaved = 32,  // of dz: gate and up are there
 };
 
-// What the scheduler tells the other warps of its CTA of a tile.
+// A tile as the scheduler passes it to the other warps of its CTA.
 struct BackwardTile {
     std::int32_t kind;
-    std::int32_t k_blocks;      // dz: of each of its two products
+    std::int32_t k_blocks;      // dz: of each of its two GEMMs
     std::int32_t pool_row;      // first row in the pools
-    std::int32_t slot;          // the same as a slot
+    std::int32_t slot;          // first row, as a slot
     std::int32_t rows;          // valid rows; 0: nothing is stored
     std::int32_t weight_row;    // dz: of the gate columns, in w_gate_up; dx: of the contraction
     std::int32_t weight_row_2;  // dz: of the up columns; dx: nothing

@@ -15,7 +15,7 @@
 
 namespace mega_moe::device {
 
-// What the scheduler tells the other warps of its CTA of a tile.
+// A tile as the scheduler passes it to the other warps of its CTA.
 struct TileRecord {
     std::int32_t kind;  // TileKind
     std::int32_t k_blocks;
@@ -37,7 +37,7 @@ enum TileKind { kNoTile, kGateUpTile, kDownTile };
 // stored, and one more.
 inline constexpr int kLagPerCluster = 3;
 
-// One warp of each CTA: the tickets of the cluster. The first CTA draws them and tells the second.
+// One warp of each CTA: the tickets of the cluster. The first CTA draws them and passes them to the second.
 template <class C>
 class Tickets {
   public:

@@ -26,7 +26,7 @@ class BackwardLoader {
             const BackwardTile t = await_record<BackwardTile>(shared, ring);
             ptx::mbarrier_arrive(shared.ring_empty(ring.at));
             if (t.kind == kEnd) return;
-            // What the scheduler has seen of the inputs is read by copies.
+            // Orders the copies after the signals that the scheduler has seen.
             ptx::fence_proxy_async_global();
             tracer.end(wait_kind(t.kind), t.chunk, t.expert, trace_index(t, 0));
             if (t.kind == kDzTile) {
@@ -222,7 +222,7 @@ class BackwardLoader {
                                                   const layout::TensorMap* columns) {
         for (int k_block = 0; k_block < t.k_blocks; ++k_block, stage_.next()) {
             const std::uint32_t full = open_stage(t.rows > 0 ? C::kStageBytes : 0);
-            // In bf16: no scale factors arrive by themselves.
+            // wgrad in bf16 has no scale factors, whose copy would arrive here.
             if constexpr (C::kFp8) ptx::mbarrier_arrive(full);
             if (t.rows == 0) continue;
             const int pool_row = t.pool_row + k_block * layout::kRowBlock;

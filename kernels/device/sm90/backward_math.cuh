@@ -40,7 +40,7 @@ class BackwardMath {
                 gradient(t, tracer);
         }
         signal_.publish(lane());
-        // What was stored and is not counted still reads this CTA's shared memory.
+        // Stores that are not yet signaled still read this CTA's shared memory.
         ptx::bulk_wait<0>();
     }
 
@@ -60,13 +60,13 @@ class BackwardMath {
         release_stage<C>(shared, last, lane());
     }
 
-    // Gate and up, anew or as the forward saved them, the gradient of h, and from these in registers dz, h
-    // and a part of dtopk.
+    // Gate and up, recomputed or as the forward saved them, the gradient of h, and from these in registers
+    // dz, h and a part of dtopk.
     __device__ __forceinline__ void dz_tile(const BackwardTile& t, Tracer<C::kTrace>& tracer) {
         const bool any_rows = t.rows > first_row_;
         std::uint32_t gate[32], up[32];
         if (C::kSavesGateUp && (t.flags & kSaved) != 0) {
-            // For a half without rows this loads what the memory held before the forward; it is not used.
+            // For a half without rows this loads stale memory, which is not used.
             load_gate_up(
                 p.saved.memory + layout::saved_offset(t.slot + first_row_, t.column / layout::kSavedColumns,
                                                       p.intermediate / layout::kSavedColumns,

@@ -13,7 +13,7 @@
 
 namespace mega_moe::device::sm90 {
 
-// One warpgroup: its part of this CTA's tiles, of which dz and dx are products of e4m3 and the weights'
+// One warpgroup: its part of this CTA's tiles, of which dz and dx are e4m3 GEMMs and the weights'
 // gradients of bf16 or of e4m3.
 template <class C>
 class Fp8BackwardMath {
@@ -42,7 +42,7 @@ class Fp8BackwardMath {
                 quantized_gradient(tracer);
         }
         signal_.publish(lane());
-        // What was stored and is not counted still reads this CTA's shared memory.
+        // Stores that are not yet signaled still read this CTA's shared memory.
         ptx::bulk_wait<0>();
     }
 
@@ -52,7 +52,7 @@ class Fp8BackwardMath {
     __device__ __forceinline__ int first_row() const { return math_warp_ / 4 * layout::kRowBlock; }
     __device__ __forceinline__ int warp_row() const { return math_warp_ * 16; }
 
-    // The tile that the warp is at: the accumulators leave no registers for it.
+    // The warp's current tile stays in shared memory: the accumulators leave no registers for it.
     __device__ __forceinline__ const BackwardTile& record() const {
         return *reinterpret_cast<const BackwardTile*>(shared.record(ring_.at));
     }
@@ -90,7 +90,7 @@ class Fp8BackwardMath {
         return t;
     }
 
-    // The routing weights of the warp's rows, 0 beyond the last, until the products are made: to load them
+    // The routing weights of the warp's rows, 0 beyond the last, until the GEMMs are done: to load them
     // behind these takes half a microsecond.
     __device__ __forceinline__ void keep_weights() {
         const BackwardTile& t = record();
@@ -100,7 +100,7 @@ class Fp8BackwardMath {
                 ptx::load_relaxed_gpu(p.route.slots + t.slot + warp_row() + lane()) >> 32));
         signal_.wait(shared.full(stage_.at), stage_.parity, lane());
         if constexpr (C::kFp8Wgrad) {
-            // They go where a copy may still read.
+            // They go into a buffer that a copy may still read.
             if (lane() == 0) ptx::bulk_wait_read<0>();
             __syncwarp();
         }
@@ -108,7 +108,7 @@ class Fp8BackwardMath {
         __syncwarp();
     }
 
-    // Gate and up anew, the gradient of h, and from these in registers dz, h and a part of dtopk.
+    // Gate and up recomputed, the gradient of h, and from these in registers dz, h and a part of dtopk.
     __device__ __forceinline__ void dz_tile(Tracer<C::kTrace>& tracer) {
         if (record().rows <= first_row()) {
             const BackwardTile t = pass(2);
@@ -153,7 +153,7 @@ class Fp8BackwardMath {
     __device__ __forceinline__ void store_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
                                              const std::uint32_t (&up)[32], float (&dh)[64]) {
         const int lane = static_cast<int>(ptx::lane_id_anew());
-        // Whatever copy read the buffer last.
+        // Wait for the copy that last read the buffer.
         if (lane == 0) ptx::bulk_wait_read<0>();
         float weight[2];
         std::uint32_t mask[2];
@@ -185,12 +185,12 @@ class Fp8BackwardMath {
         store_dtopk(t, dw, row, lane);
         if (p.needs_dx) store_codes(dh, du, t, row);
     }
-    // Without bf16: codes of 128 rows for the gradients, and of each row for dx. Rows beyond the last are
-    // zeros of x and dy, of which nothing else can become.
+    // Without bf16: codes of 128 rows for wgrad, and of each row for dx. Padding rows of x and dy are zeros,
+    // so these are zero too.
     __device__ __forceinline__ void store_quantized_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
                                                        const std::uint32_t (&up)[32], float (&dh)[64]) {
         const int lane = static_cast<int>(ptx::lane_id_anew());
-        // Whatever copy read the buffer last.
+        // Wait for the copy that last read the buffer.
         if (lane == 0) ptx::bulk_wait_read<0>();
         float weight[2];
 #pragma unroll
@@ -241,7 +241,7 @@ class Fp8BackwardMath {
         store_block_directly([&] { stage_words(words, buffer, lane); }, pool + row * row_bytes + column * 2,
                              row_bytes, buffer, lane);
     }
-    // Straight from fp32. Rows beyond the last have any codes, which only such rows of dx are made of.
+    // Quantized straight from fp32. Padding rows are garbage; they reach only padding rows of dx.
     __device__ __forceinline__ void store_codes(float (&dg)[64], float (&du)[64], const BackwardTile& t,
                                                 int row) {
         const int lane = static_cast<int>(ptx::lane_id_anew());

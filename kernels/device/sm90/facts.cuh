@@ -34,7 +34,7 @@ struct LayerFacts : Mode {
     static constexpr int kClusterSize = 2;
     static constexpr int kMathThreads = kThreads - kWarpgroupThreads;
     static constexpr int kMathWarps = kMathThreads / 32;
-    // What a thread gets at launch, before the warpgroups share it out anew.
+    // What a thread gets at launch, before the warpgroups redistribute it.
     static constexpr int kLaunchRegisters = kRegistersOfSm / kThreads / 8 * 8;
     static constexpr int kBlockK = kOperandRowBytes / Mode::kElementBytes;
     static constexpr int kBytesA = kBlockM * kOperandRowBytes;
@@ -62,7 +62,7 @@ struct LayerFacts : Mode {
     static_assert(kBlockN % 128 == 0 && kBlockN <= 256,
                   "block_n: half of it is whole blocks of 64 columns, and wgmma takes 256 at most");
     static_assert(kStages >= 2,
-                  "stages: one is released when the products of the next are under way, stages >= 2");
+                  "stages: one is released when the MMAs of the next are in flight, stages >= 2");
     static_assert(
         layout::kTileRing + kStages < layout::kMailbox,
         "stages: tickets on their way within a cluster, layout::kTileRing + stages < layout::kMailbox");

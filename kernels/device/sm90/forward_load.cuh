@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_tiles(const layout::ForwardParams& p, const
         ptx::mbarrier_arrive(shared.ring_empty(ring.at));
         if (t.kind == kNoTile) return;
         const bool down = t.kind == kDownTile;
-        // What the scheduler has seen of the inputs is read by copies.
+        // Orders the copies after the signals that the scheduler has seen.
         ptx::fence_proxy_async_global();
         tracer.end(down ? TraceKind::kWaitDown : TraceKind::kWaitGateUp, t.chunk, t.expert,
                    trace_index(t, 0));

@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams
     const int first_row = math_warp / 4 * layout::kRowBlock;
     const int warp_row = first_row + math_warp % 4 * 16;
     const std::uint32_t buffer = shared.store_buffer(math_warp);
-    // A tile may have too few k-blocks to have signalled the one before on the way.
+    // A tile with few k-blocks may end before it has signaled the previous one.
     signal.publish(lane);
     signal.counter = (t.slot + first_row) / layout::kRowBlock;
     if (t.kind == kDownTile) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply_tiles_fp8(const layout::ForwardParams& 
             pass_tile<C>(shared, stage, t.k_blocks, signal, lane);
             continue;
         }
-        // Routing weight of the warp's row that has the lane's number.
+        // Lane i holds the routing weight of the warp's row i.
         float lane_weight = 0.0f;
         if (!down && lane < 16 && warp_row + lane < t.rows)
             lane_weight = __uint_as_float(static_cast<std::uint32_t>(

@@ -57,7 +57,8 @@ constexpr SmemOffsets smem_offsets(int pull_buffers, int pull_bytes) {
     return s;
 }
 
-// Copies go where they may: by the swizzle to multiples of 1024, boxes of others to 128, bulk copies to 16.
+// Alignment of copy targets: with the swizzle to multiples of 1024, boxes of others to 128, bulk copies
+// to 16.
 constexpr bool is_aligned(const SmemOffsets& s) {
     return s.store % 1024 == 0 && s.pull % 16 == 0 && s.x_scales % 128 == 0 && s.row_scales % 16 == 0 &&
            s.column_scales % 16 == 0 && s.store_scales % 16 == 0 && s.factors % 8 == 0 && s.amax % 4 == 0 &&

@@ -6,7 +6,7 @@
 #include "device/sm90/mma/multiply_stage.cuh"
 #include "device/sm90/smem.cuh"
 
-// How the math warps of both directions go through the stages and tell what they have stored.
+// How the math warps of both directions walk the stages and signal what they have stored.
 namespace mega_moe::device::sm90 {
 
 // By one warp: both CTAs may overwrite the stage.
@@ -16,7 +16,7 @@ __device__ __forceinline__ void release_stage(const Smem<C>& shared, int stage, 
         ptx::mbarrier_arrive_at(shared.empty(stage), static_cast<std::uint32_t>(lane));
 }
 
-// Counts that a math warp owes for what it has stored: to wait for the stores at once would keep it from its
+// Signals that a math warp still owes for what it has stored: waiting for the stores at once would delay its
 // next tile.
 struct DeferredSignal {
     std::uint32_t* counter = nullptr;
@@ -32,7 +32,7 @@ struct DeferredSignal {
         counter = nullptr;
         second = nullptr;
     }
-    // Counts what has just been stored, once it is written.
+    // Signals what has just been stored, once it is written.
     __device__ __forceinline__ void defer(std::uint32_t* which, std::uint32_t* also, int lane) {
         publish(lane);
         counter = which;
@@ -46,11 +46,11 @@ struct DeferredSignal {
     __device__ __forceinline__ bool pending() const { return counter != nullptr || second != nullptr; }
 };
 
-// By then a tile's stores are written, and to publish them is no wait.
+// By then a tile's stores are written, and publishing them does not wait.
 inline constexpr int kPublishBlock = 1;
 
-// One tile, but for its last products, which are still under way: their stage is returned. A stage is
-// released when the next one's products are under way, so that the tensor cores never run dry. `a_offset`
+// One tile, except that its last MMAs are still in flight: their stage is returned. A stage is released when
+// the next one's MMAs are in flight, so that the tensor cores never run dry. `a_offset`
 // bytes into a stage are the warpgroup's rows; without any it just passes the stages on.
 template <class C, Major A = Major::kK, Major B = Major::kK, int Count>
 __device__ __forceinline__ int multiply_tile(float (&d)[Count], const Smem<C>& shared,

@@ -7,10 +7,10 @@
 #include "device/sm90/stages.cuh"
 
 // How the warps of a quantized layer go through the stages of its e4m3 GEMMs. The accumulators leave a math
-// warp some ten registers, so what it can work out anew for a k-block, or read from shared memory, it does.
+// warp some ten registers, so what it can recompute for a k-block, or read from shared memory, it does.
 namespace mega_moe::device::sm90 {
 
-// As DeferredSignal, in fewer registers: the index of one counter instead of the addresses of two.
+// A DeferredSignal in fewer registers: the index of one counter instead of the addresses of two.
 template <class C>
 struct IndexedDeferredSignal {
     static constexpr std::int32_t kNone = -1;
@@ -22,7 +22,7 @@ struct IndexedDeferredSignal {
         : counters(all_counters) {}
 
     // By one warp. It waits for this warp's stores alone: wgmma keeps the warps of a warpgroup in step, and
-    // one that waited for another here could wait for ever.
+    // a warp that waited for another here could deadlock.
     __device__ __forceinline__ void publish(int lane) {
         if constexpr (C::kQuantizesOnArrival) {
             // Fences dz, which ordinary stores write and TMA reads. Here rather than behind the stores, since
@@ -36,7 +36,7 @@ struct IndexedDeferredSignal {
         }
         counter = kNone;
     }
-    // Counts what has just been stored, once it is written; in two words at most.
+    // Signals what has just been stored, once it is written; two counters at most.
     __device__ __forceinline__ void defer(const std::uint32_t* which, const std::uint32_t* also, int lane) {
         publish(lane);
         if (also != nullptr) {
@@ -92,7 +92,7 @@ struct QuantizedStages {
         const std::uint32_t columns = shared.column_scales(at);
         const BlockScales s{{ptx::load_shared(from), ptx::load_shared(from + 8 * RowScales::kStride)},
                             {ptx::load_shared(columns), ptx::load_shared(columns + 4)}};
-        // The warpgroups alternate: while one waits for its stores to be seen, the other's products go on.
+        // The warpgroups alternate: while one waits for its stores to be seen, the other's MMAs go on.
         if (k_block >= kPublishBlock + warpgroup) signal.publish(lane);
         ++k_block;
         return s;
@@ -100,7 +100,7 @@ struct QuantizedStages {
     __device__ __forceinline__ void close(int open) { release_stage<C>(shared, opened(open), lane); }
 
   private:
-    // The stage that was opened so many stages ago.
+    // The stage that was opened a number of stages ago.
     __device__ __forceinline__ int opened(int ago) const { return (stage.at - ago) & (C::kStages - 1); }
 };
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void pass_tile(const Smem<C>& shared, RingCursor<C::k
     }
 }
 
-// sums += a tile's products, by a warpgroup with rows.
+// sums += a tile's GEMM, by a warpgroup with rows.
 template <class Stored = SwizzledRows, class C, class RowScales, int Columns>
 __device__ __forceinline__ void multiply_quantized(float (&sums)[Columns], const Smem<C>& shared,
                                                    RingCursor<C::kStages>& stage, int k_blocks,

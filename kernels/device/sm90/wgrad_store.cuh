@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_gradient(const layout::BackwardParams& p, 
     const bool goes_on = (t.flags & kToPartials) != 0;
     const bool went_before = (t.flags & kFromPartials) != 0;
     if (p.gradients_are_fp32 || goes_on) {
-        // An fp32 result is its own sum between parts.
+        // An fp32 result accumulates in place between parts.
         float* to = p.gradients_are_fp32 ? reinterpret_cast<float*>(g.out) + out_at : partial;
         if (went_before || (p.gradients_are_fp32 && p.accumulate)) {
             for_pairs(d, both_halves, [&](int row, int column, float& a, float& b) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_gradient(const layout::BackwardParams& p, 
     if (both_halves) store_rows<2>(d + 64, map, buffer, t.column + 128, row, lane);
 }
 
-// By one warp, behind its products; `signal` counts them.
+// By one warp, after its MMAs; `signal` counts them.
 template <bool Trace, class Signal>
 __device__ __forceinline__ void store_gradient_tile(const layout::BackwardParams& p, const BackwardTile& t,
                                                     float (&d)[128], Signal& signal, int first_row,
@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_gradient_tile(const layout::BackwardParams
     tracer.end(TraceKind::kGradient, t.chunk, t.expert, trace_index(t, first_row));
     store_gradient(p, t, d, warp_row, buffer, lane);
     __syncwarp();
-    // The next part of the tile may be waiting for this one, but another tile is taken meanwhile.
+    // Deferred although the next part of the tile may wait for it: another tile is taken meanwhile.
     signal.defer((t.flags & kCountPart) != 0 ? p.counters + p.parts + t.part : nullptr,
                  (t.flags & kCountChunk) != 0 ? p.counters + p.gradients_done + t.chunk : nullptr, lane);
     tracer.end(TraceKind::kStoreGradient, t.chunk, t.expert, trace_index(t, first_row));

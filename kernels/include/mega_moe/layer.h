@@ -14,10 +14,10 @@ struct LayerInputs {
     const void* topk_idx;      // int32 or int64 [num_tokens, top_k]
     const void* topk_weights;  // fp32 or bf16 [num_tokens, top_k]
     const void* w_gate_up;     // [num_local, 2 * intermediate, hidden], gate first; bf16, in fp8 e4m3
-    const void* w_down;        // [num_local, hidden, intermediate]; the same
+    const void* w_down;        // [num_local, hidden, intermediate], dtype of w_gate_up
 };
 
-// What the GEMMs of fp8 read besides LayerInputs: transposed copies of the weights for dgrad, and fp32 scale
+// What fp8 GEMMs read in addition to LayerInputs: transposed copies of the weights for dgrad, and fp32 scale
 // factors of each 128 x 128, which serve both copies.
 struct Fp8Weights {
     const void* w_gate_up_t;  // e4m3 [num_local, hidden, 2 * intermediate]
@@ -42,7 +42,7 @@ struct RankCall {
     bool idx_is_64_bit;
     bool weights_are_bf16;
     bool weighted;  // the slots get weights; equal on all ranks
-    bool refuse;    // take no part, and tell the others: num_tokens is over max_tokens
+    bool refuse;    // take no part, and signal it to the others: num_tokens is over max_tokens
     int device;
     void* stream;  // cudaStream_t
 };
@@ -80,7 +80,7 @@ struct BackwardProblem {
     void* dx;          // bf16 [num_tokens, hidden]
     void* dtopk;       // fp32 [num_tokens, top_k]
     void* dw_gate_up;  // bf16 or fp32, as w_gate_up
-    void* dw_down;     // the same, as w_down
+    void* dw_down;     // bf16 or fp32, as w_down
     Activation activation;
     Probes probes;
     // On all ranks alike. Not read off the pointers, since a wanted result may be empty.

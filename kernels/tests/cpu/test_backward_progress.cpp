@@ -24,7 +24,7 @@ struct Settings {
     int ahead;     // tiles that a cluster takes before it has stored them
     bool spreads;  // rows come to their codes' readers first, then to the gradients
     unsigned seed;
-    // Planted: 1 parts without turns, 2 pulls that wait for sums alone, 3 gradients that wait once taken, 4
+    // Planted: 1 parts in any order, 2 pulls that wait for sums alone, 3 gradients that wait once taken, 4
     // gradients that wait for dz alone, 5 gradients that do not wait for transposed rows, 6 tiles that
     // transpose and wait for the codes of their rows.
     int fault = 0;
@@ -257,7 +257,7 @@ class Rank {
                 return false;
         return true;
     }
-    // What a gradient reads besides dz and h.
+    // What a wgrad tile reads in addition to dz and h.
     void check_read(const Gradient& g) {
         const int first =
             first_block_[static_cast<std::size_t>(g.run.unit)] + g.run.first_row / layout::kTileRows;

@@ -173,7 +173,7 @@ void test_scale_runs() {
     CHECK(layout::kRowScaleBytes == layout::kTileRows * 4, "a run");
 }
 
-// The buffers of x's scale factors are used in turn without a barrier of their own: a k-block is loaded when
+// The buffers of x's scale factors alternate without a barrier of their own: a k-block is loaded when
 // the one `stages` before it is released, and its scale factors must not take the place of some that are
 // still read.
 void test_scale_buffers() {
@@ -217,7 +217,7 @@ void test_layouts() {
             w.canaries = canaries;
             check_parts(layout::make_workspace(w), canaries);
             w.mode = {Precision::kBf16};
-            w.intermediate = 768;  // with pools, in turn where there are several chunks
+            w.intermediate = 768;  // with pools, double buffered where there are several chunks
             check_parts(layout::make_workspace(w), canaries);
             w.pool_rows = layout::pad_rows(w.smallest_pool());
             CHECK(ranks > 8 || w.pools() == 2, "%lld pools", static_cast<long long>(w.pools()));

@@ -5,7 +5,7 @@
 
 #include "emulate/fibers.h"
 
-// The words of CUDA that device code uses besides PTX. Included before it.
+// What device code uses of CUDA, apart from PTX. Included before it.
 #define __device__
 #define __forceinline__ inline
 

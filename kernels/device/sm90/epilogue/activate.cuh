@@ -33,7 +33,7 @@ __device__ __forceinline__ void activate_tile(const Act& act, float (&d)[Count],
 }
 
 // The backward of h = round(activation * w) for a warp's 16 rows x 64 features. `gate` and `up` hold pairs of
-// neighbouring columns as bf16, in wgmma's order, so that even words are of row lane / 4 and odd ones of row
+// neighboring columns as bf16, in wgmma's order, so that even words are of row lane / 4 and odd ones of row
 // + 8. `dh` is the gradient of h, and `dw` gets what the features add to the gradient of the row's routing
 // weight w. `sink(first, dg, du, h)` takes four elements at a time, from `first` on.
 template <class Act, class Sink>
@@ -62,8 +62,8 @@ __device__ __forceinline__ void activation_backward(const Act& act, const std::u
     }
 }
 
-// In place of gate and up their gradients, and `h_words` anew, all in bf16. `mask` is all ones for a row that
-// counts, else 0: what lies beyond the last row becomes zero, since sums over rows read it.
+// Replaces gate and up by their gradients and recomputes `h_words`, all in bf16. `mask` is all ones for a row
+// that counts, else 0: what lies beyond the last row becomes zero, since sums over rows read it.
 template <class Act>
 __device__ __forceinline__ void activation_backward_bf16(const Act& act, std::uint32_t* gate,
                                                          std::uint32_t* up, std::uint32_t* h_words,

@@ -5,7 +5,7 @@
 #include "device/ptx/wgmma_e4m3.cuh"
 #include "device/sm90/mma/operand.cuh"
 
-// Products of e4m3 whose sums leave the tensor core every 128 of the contraction: there an accumulator keeps
+// e4m3 GEMMs whose sums leave the tensor core every 128 of the contraction: there an accumulator keeps
 // about 14 bits, and the scale factors change.
 namespace mega_moe::device::sm90 {
 
@@ -25,7 +25,7 @@ struct BlockScales {
 // Partial sums of the passes that are under way.
 using PartialSums = float[2][32];
 
-// Starts the products of one stage with 64 columns. `zero` is 0, which the compiler does not know.
+// Starts the MMAs of one stage with 64 columns. `zero` is 0, which the compiler does not know.
 template <class Stored>
 __device__ __forceinline__ void start_pass(float (&partial)[32], std::uint32_t rows, std::uint32_t columns,
                                            std::uint32_t zero) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ void promote_pass(float* sums, float (&partial)[32], 
     }
 }
 
-// sums += the scaled products of `Blocks` k-blocks with `Columns` x 2 columns. After the last nothing is
-// under way: ptxas does not follow a pass around a loop, and would serialise all of them (C7514).
+// sums += the scaled GEMMs of `Blocks` k-blocks with `Columns` x 2 columns. After the last nothing is
+// under way: ptxas does not follow a pass around a loop, and would serialize all of them (C7514).
 //   Source: Stored, how the operands lie; StageOperands open(), once the next stage is full; BlockScales
 //   scales(), of the stage opened last; void close(int open), the oldest of the open stages may be
 //   overwritten
@@ -85,8 +85,8 @@ __device__ __forceinline__ void multiply_blocks(float (&sums)[Columns], PartialS
     }
 }
 
-// sums += the scaled products of one k-block with 128 columns, one pass at a time: half of the partial sums,
-// where registers are needed for more than products.
+// sums += the scaled GEMM of one k-block with 128 columns, one pass at a time: half of the partial sums,
+// where registers are needed for more than MMAs.
 template <class Source>
 __device__ __forceinline__ void multiply_block_in_turn(float (&sums)[64], float (&partial)[32],
                                                        std::uint32_t zero, Source& source) {

@@ -32,8 +32,8 @@ __device__ __forceinline__ uint32_t descriptor_low(uint32_t shared) {
     return kNextBlock | (shared & 0x3FFFF) >> 4;
 }
 
-// How rows or columns of a product of e4m3 lie in a stage, K-major either way, in units of descriptors.
-// As above, 128 of the contraction a row:
+// How rows or columns of an e4m3 GEMM lie in a stage, K-major either way, in units of descriptors.
+// Operands of e4m3, 128 elements of the contraction in a row:
 struct SwizzledRows {
     static constexpr uint32_t kHigh = kDescriptorHigh;
     static constexpr auto kStep = static_cast<uint32_t>(kStepOfInstruction<Major::kK>);
