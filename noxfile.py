@@ -233,6 +233,7 @@ def run_layers(use: Environment) -> None:
 def run_docs(use: Environment) -> None:
     use.run("python", "ci/matrix.py", "check")
     use.run("python", "ci/measure_wheel.py", "--check")
+    use.run("python", "ci/api_page.py", "--check")
     use.run("python", "ci/check_docs.py")
     use.run("python", "python/benchmarks/report.py", "--check")
 
@@ -255,7 +256,18 @@ def tests(session: nox.Session) -> None:
         )
     build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
-    groups = ("test", "build", "lint", "types", "layers", "check-wheel", "index", "targets", "trainers")
+    groups = (
+        "test",
+        "build",
+        "lint",
+        "types",
+        "layers",
+        "docs",
+        "check-wheel",
+        "index",
+        "targets",
+        "trainers",
+    )
     use, wheel = installed(build, *groups, extra="[demo]")
     use.install("--no-deps", *requirements("torchtitan"))
     run_lint(use)
@@ -300,7 +312,13 @@ def docs(session: nox.Session) -> None:
     Builds the wheel, whose kernels say which figures are stale.
     """
     build_wheel(build_environment(session))
-    run_docs(gates(session, "torch"))
+    run_docs(gates(session, "torch", "docs"))
+
+
+@nox.session
+def api(session: nox.Session) -> None:
+    """Write docs/api.md anew from the docstrings."""
+    gates(session, "docs").run("python", "ci/api_page.py")
 
 
 @nox.session
