@@ -9,7 +9,7 @@ import pytest
 
 CLI = """
 import argparse
-def main():
+def main(argv):
     parser = argparse.ArgumentParser("mega-moe")
     commands = parser.add_subparsers(required=True)
     train = commands.add_parser("train")
@@ -17,7 +17,7 @@ def main():
     train.add_argument("--json")
     step = commands.add_parser("bench").add_subparsers().add_parser("step")
     step.add_argument("--skip")
-    parser.parse_args()
+    parser.parse_args(argv)
 """
 
 GOOD = """
@@ -73,16 +73,17 @@ def test_true_citations_pass(tree: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert check_docs.main([str(tree)]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", PLANTED)
-def test_planted_citation_is_refused(text: str, tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tree / "docs" / "guide.md").write_text(f"# Guide\n\n{text}\n")
-    assert check_docs.main([str(tree)]) == 1
-    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("docs/guide.md: ")]
-    assert len(faults) == 1
-    assert PLANTED[text] in faults[0]
+def test_each_planted_citation_is_refused(tree: Path) -> None:
+    """A document for each, all judged at once: the process that answers for names and commands takes a second."""
+    for number, text in enumerate(PLANTED):
+        (tree / "docs" / f"{number}.md").write_text(f"# Guide\n\n{text}\n")
+    _, faults = check_docs.check(tree)
+    assert len(faults) == len(PLANTED)
+    for number, fault in enumerate(PLANTED.values()):
+        assert [line for line in faults if line.startswith(f"docs/{number}.md: {fault}")], faults
 
 
-def test_untold_variable_is_refused(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_variable_that_no_document_names_is_refused(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "python/mega_moe/_base/env.py").write_text('read("MEGA_MOE_STRICT", "MEGA_MOE_OTHER")\n')
     assert check_docs.main([str(tree)]) == 1
     assert "no document tells of MEGA_MOE_OTHER" in capsys.readouterr().out
