@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 # Headers of the standard library that device code may include. NVRTC brings none; those of CUDA's own library are for
@@ -26,6 +27,7 @@ def packages() -> Path:
     return Path(sysconfig.get_path("purelib")) / "nvidia"
 
 
+@cache
 def library() -> ctypes.CDLL:
     """NVRTC of CUDA 12; FileNotFoundError names the packages."""
     path = packages() / "cuda_nvrtc/lib/libnvrtc.so.12"
@@ -34,21 +36,15 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def version(nvrtc: ctypes.CDLL) -> str:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return f"{major.value}.{minor.value}"
-
-
-def compile_kernel(nvrtc: ctypes.CDLL, source: str, options: list[str]) -> tuple[bool, str]:
+def compile_kernel(source: str, options: list[str]) -> tuple[bool, str]:
     """Whether the kernels of `source` become machine code; and what the compilers said."""
-    program = ctypes.c_void_p()
-    headers = (ctypes.c_char_p * len(SHIMS))(*(text.encode() for text in SHIMS.values()))
-    names = (ctypes.c_char_p * len(SHIMS))(*(name.encode() for name in SHIMS))
+    nvrtc, program, size = library(), ctypes.c_void_p(), ctypes.c_size_t()
+    headers, names, words = (
+        (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+        for texts in (SHIMS.values(), SHIMS, options)
+    )
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", len(SHIMS), headers, names)
-    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), words)
-    size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
