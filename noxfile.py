@@ -195,7 +195,7 @@ def run_lint(use: Environment) -> None:
 
 
 def run_layers(use: Environment) -> None:
-    use.run("python", "ci/check_imports.py")
+    use.run("lint-imports", "--no-cache", "--no-logo", env={"PYTHONPATH": str(ROOT / "python")})
     use.run("python", "ci/check_layers.py")
 
 

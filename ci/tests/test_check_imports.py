@@ -1,12 +1,14 @@
-"""check_imports passes the package as it is and refuses each planted import and side door."""
+"""The contracts of import-linter hold for the package as it is, and refuse each planted import."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import check_imports
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,20 +31,6 @@ PLANTED_IMPORTS = [
     ("demo/config.py", "from mega_moe._ops import library", "The demo is written against the public API"),
 ]
 
-PLANTED_DOORS = [
-    ("nn.py", 'torch.ops.load_library("x.so")', "loads a library"),
-    ("_backends/facts.py", 'torch.ops.load_library("x.so")', "loads a library"),
-    ("_backends/plan.py", 'ctypes.CDLL("libcuda.so.1")', "loads a library"),
-    ("buffer.py", 'flag = os.environ.get("MEGA_MOE_STRICT")', "touches MEGA_MOE_STRICT"),
-    ("demo/config.py", 'flag = os.environ["MEGA_MOE_BACKEND"]', "touches MEGA_MOE_BACKEND"),
-    ("api.py", 'flag = os.getenv("MEGA_MOE_DEBUG", "")', "touches MEGA_MOE_DEBUG"),
-]
-OPEN_DOORS = [
-    ("_ops/library.py", 'torch.ops.load_library("x.so")'),
-    ("_backends/facts.py", 'ctypes.CDLL("libcuda.so.1")'),
-    ("_base/env.py", 'os.environ.get("MEGA_MOE_NEW")'),
-]
-
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
@@ -61,39 +49,32 @@ def append(path: Path, line: str) -> None:
     path.write_text(f"{path.read_text()}\n{line}\n")
 
 
-def test_the_package_keeps_its_contracts(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert check_imports.main([str(tree)]) == 0, capfd.readouterr().out
+def lint(tree: Path) -> subprocess.CompletedProcess[str]:
+    """As the session `layers` does it."""
+    program = Path(sys.executable).parent / "lint-imports"
+    environment = {**os.environ, "PYTHONPATH": str(tree / "python")}
+    command = [program, "--no-cache", "--no-logo"]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_package_keeps_its_contracts_and_a_module_without_a_place_is_refused(tree: Path) -> None:
+    answer = lint(tree)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (tree / "python/mega_moe/extra.py").write_text("x = 1\n")
+    answer = lint(tree)
+    assert answer.returncode == 1
+    assert "extra" in answer.stdout
 
 
 def test_planted_imports_are_refused(tree: Path) -> None:
     """All in one copy, as a look at the package takes seconds: each is named below the contract that it breaks."""
     for module, line, _ in PLANTED_IMPORTS:
         append(tree / "python/mega_moe" / module, line)
-    answer = check_imports.check_contracts(tree)
+    answer = lint(tree)
     assert answer.returncode == 1
-    told: dict[str, str] = {}
-    for part in re.split(r"\n(?=[^\n]+\n-{5,}\n)", answer.stdout):
-        told[part.strip().partition("\n")[0]] = part
+    told = [part.strip() for part in re.split(r"\n(?=[^\n]+\n-{5,}\n)", answer.stdout)]
     for module, line, contract in PLANTED_IMPORTS:
         importer = "mega_moe." + module.removesuffix(".py").replace("/", ".")
         imported = re.sub(r"from (\S+) import (\S+)", r"\1.\2", line).removeprefix("import ")
-        (part,) = (text for name, text in told.items() if name.startswith(contract))
+        (part,) = (text for text in told if text.startswith(contract) and "-----" in text)
         assert f"{importer} -> {imported} (l." in part, answer.stdout
-
-
-def test_a_module_without_a_place_is_refused(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tree / "python/mega_moe/extra.py").write_text("x = 1\n")
-    assert check_imports.main([str(tree)]) == 1
-    assert "extra" in capfd.readouterr().out
-
-
-def test_planted_side_doors_are_refused_and_the_doors_themselves_are_open(tree: Path) -> None:
-    for module, line in OPEN_DOORS:
-        append(tree / "python/mega_moe" / module, line)
-    assert check_imports.check_side_doors(tree) == []
-    for module, line, _ in PLANTED_DOORS:
-        append(tree / "python/mega_moe" / module, line)
-    found = check_imports.check_side_doors(tree)
-    assert len(found) == len(PLANTED_DOORS)
-    for module, _, fault in PLANTED_DOORS:
-        assert [line for line in found if line.startswith(f"python/mega_moe/{module}:") and fault in line]

@@ -20,6 +20,10 @@ RUFF = {
     "def f() -> None:\n    try:\n        print()\n    except:\n        pass\n": "E722",
     "x = " + " + ".join("1" * 40) + "\n": "E501",
     "x = 1  # noqa\n": "PGH004",
+    'import torch\n\ntorch.ops.load_library("x.so")\n': "TID251",
+    'import ctypes\n\nctypes.CDLL("libcuda.so.1")\n': "TID251",
+    'import os\n\nflag = os.environ["MEGA_MOE_BACKEND"]\n': "TID251",
+    'import os\n\nflag = os.getenv("MEGA_MOE_DEBUG", "")\n': "TID251",
 }
 MYPY = {
     "def f(x):\n    return x\n": "no-untyped-def",
