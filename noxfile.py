@@ -235,14 +235,11 @@ def tests(session: nox.Session) -> None:
     use.run("python", "ci/check_wheel.py", wheel)
     run_cpp_tests(build)
     run_targets(build, use)
-    promised = {
-        "MEGA_MOE_REQUIRE_INSTALLED": "1",
-        "MEGA_MOE_REQUIRE_TRAINERS": "1",
-        "CUDACXX": str(build.env["CUDACXX"]),
-    }
+    promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1", "MEGA_MOE_REQUIRE_TRAINERS": "1"}
+    compiler = {"CUDACXX": str(build.env["CUDACXX"])}
     # Two processes: half of the time of tests is that of processes which start. A file's tests share what they set up.
     parallel = ("-n", "2", "--dist", "loadfile")
-    use.run("pytest", *parallel, *session.posargs, env={**promised, **SHARED_CORES})
+    use.run("pytest", *parallel, *session.posargs, env={**promised, **compiler, **SHARED_CORES})
 
 
 @nox.session

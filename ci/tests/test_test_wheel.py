@@ -15,14 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     # The script takes the python3 of PATH: here, the one that runs this test.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        ["bash", ROOT / "ci" / "test_wheel.sh", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PATH": path},
-    )
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", ROOT / "ci" / "test_wheel.sh", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -48,29 +43,16 @@ def test_a_plugin_that_warns_where_tests_run_in_parallel_is_left_out(tmp_path: P
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: warns\nVersion: 1.0\n")
     (info / "test_one.py").write_text("def test_one(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
     for name, code in (("benchmark", 0), ("other", 3)):
         (info / "entry_points.txt").write_text(f"[pytest11]\n{name} = warns\n")
-        command = [
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-c",
-            ROOT / "pyproject.toml",
-            info / "test_one.py",
-        ]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run([sys.executable, *command], capture_output=True, env=environment, check=False)
-        assert done.returncode == code, done.stdout.decode() + done.stderr.decode()
+        done = subprocess.run([*command, info / "test_one.py"], env=environment, check=False)
+        assert done.returncode == code
 
 
-def test_gpu_suite_fails_without_a_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    wheels = list((ROOT / "dist").glob("*.whl"))
-    if len(wheels) != 1:
-        pytest.skip(f"dist/ holds {len(wheels)} wheels, this needs the one that `nox -s wheel` builds")
-    result = run("gpu", wheels[0], "-k", "test_clock_probe", "-p", "no:cacheprovider")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
+def test_gpu_suite_fails_without_a_gpu(wheel: Path) -> None:
+    result = run("gpu", wheel, "-k", "test_clock_probe", "-p", "no:cacheprovider")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "MEGA_MOE_REQUIRE_GPU=1: needs 1 CUDA device(s)" in result.stdout
