@@ -11,17 +11,19 @@ there is any.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import check_ptxas
-import nvrtc
 from matrix import tomllib
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
@@ -77,14 +79,14 @@ def kernel_faults(command: Command, budgets: dict[str, int], options: list[str])
     # A variable that holds its address makes the compiler build the instance, as the launcher's table does.
     source = f"{match['before']}__device__ auto* entry = &{match['kernel']};\n}}\n"
     target = f"--gpu-architecture=sm_{command.file.parent.name}"
-    fine, log = nvrtc.compile_kernel(source, [target, *options])
+    fine, log = compile_kernel(source, [target, *options])
     name = command.file.stem
     return check_ptxas.problems(name, budgets[name], log) if fine else command.told(log)
 
 
 def check_cu129(build: Path) -> Iterator[str]:
     listed = commands(build)
-    includes = [nvrtc.packages() / name / "include" for name in ("cuda_runtime", "cuda_nvcc", "cuda_cccl")]
+    includes = [cuda_12() / name / "include" for name in ("cuda_runtime", "cuda_nvcc", "cuda_cccl")]
     variants = tomllib.loads((KERNELS / "variants.toml").read_text())["variant"]
     budgets = {variant["name"]: variant["spill_bytes"] for variant in variants}
     options = ["-std=c++17", "-default-device", "--ptxas-options=-v"]
@@ -116,6 +118,49 @@ def check_aarch64(build: Path) -> Iterator[str]:
     with ThreadPoolExecutor(2) as workers:
         for found in workers.map(judge, listed):
             yield from found
+
+
+# Headers of the standard library that device code may include. NVRTC brings none; those of CUDA's own library are for
+# devices and stand in another namespace.
+STANDARD = ("array", "bit", "cmath", "cstddef", "cstdint", "limits", "tuple", "type_traits", "utility")
+SHIMS = {
+    name: f"#pragma once\n#include <cuda/std/cstddef>\n#include <cuda/std/{name}>\n"
+    "namespace std { using namespace cuda::std; }\n"
+    for name in STANDARD
+} | {"cstring": "#pragma once\n"}  # its functions are built in
+
+
+def cuda_12() -> Path:
+    """Where the cuda_12 of CUDA 12 lie."""
+    return Path(sysconfig.get_path("purelib")) / "nvidia"
+
+
+@cache
+def nvrtc_library() -> ctypes.CDLL:
+    """NVRTC of CUDA 12; FileNotFoundError names the cuda_12."""
+    path = cuda_12() / "cuda_nvrtc/lib/libnvrtc.so.12"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not there; it comes with the dependency group targets")
+    return ctypes.CDLL(str(path))
+
+
+def compile_kernel(source: str, options: list[str]) -> tuple[bool, str]:
+    """Whether the kernels of `source` become machine code; and what the compilers said."""
+    nvrtc, program, size = nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
+    headers, names, words = (
+        (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+        for texts in (SHIMS.values(), SHIMS, options)
+    )
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", len(SHIMS), headers, names)
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), words)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    # ptxas as a library continues its lines in a way that ptxas as a program does not.
+    told = re.sub(r"^ptxas +\. ", "", log.value.decode(errors="replace"), flags=re.MULTILINE)
+    return not failed and size.value > 0, told
 
 
 def main(arguments: list[str]) -> int:

@@ -1,7 +1,8 @@
-"""Lays out the files of a release, and refuses a release that is not whole.
+"""Lays out the files of a release, refuses a release that is not whole, and writes the index for pip and uv.
 
     python ci/release.py lay-out FOLDER OUT                    the files of a release, from what the builds left
     python ci/release.py check [FOLDER] --tag vX.Y.Z [--commit COMMIT]
+    python ci/release.py index FOLDER OUT [--files-at ADDRESS]
 
 `lay-out` copies the labelled wheels and the source package, and adds the default wheel without its label for the
 package index, the metadata that the index links, and SHA256SUMS. What lies in OUT is removed first.
@@ -9,31 +10,40 @@ package index, the metadata that the index links, and SHA256SUMS. What lies in O
 `check` without FOLDER judges version and changelog alone, before anything is built. FOLDER holds what will be
 published: each wheel has the name that ci/matrix.toml says, passes check_wheel.py and comes from the same clean commit.
 Prints one line per fault and exits 1 when there is any.
+
+`index` writes one static index per CUDA version: OUT/<label>/mega-moe/index.html (PEP 503) links each wheel with its
+sha256, the Pythons it wants and the sha256 of its metadata, which lies alongside it (PEP 658). Wheels are copied there,
+or linked under ADDRESS where they are files of a release ({version} in it is the wheel's). Hashes are of the files
+themselves: make the index from what was uploaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import email
 import hashlib
 import json
 import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 import finish_wheel
-import make_index
 import matrix
 import wheel_file
 from matrix import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
+PROJECT = "mega-moe"
 
 
 def lay_out(source: Path, out: Path) -> list[Path]:
     """Paths of the files in `out`; ValueError where there is no wheel, or one that has no label."""
-    wheels = make_index.described(source)
+    wheels = described(source)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     for wheel in wheels:
@@ -113,14 +123,80 @@ def faults_of(
     return found + [f"{path.name}: {fault}" for path in wheels for fault in judge(path)]
 
 
+@dataclass(frozen=True)
+class Wheel:
+    path: Path
+    version: str
+    metadata: bytes
+
+    @property
+    def label(self) -> str:
+        return self.version.partition("+")[2]
+
+    def link(self, files_at: str | None) -> str:
+        address = quote(self.path.name)  # a plus sign in an address may be read as a space
+        if files_at:
+            plain = self.version.partition("+")[0]
+            address = f"{files_at.rstrip('/').replace('{version}', plain)}/{address}"
+        sha256, metadata = (
+            f"sha256={hashlib.sha256(data).hexdigest()}" for data in (self.path.read_bytes(), self.metadata)
+        )
+        python = escape(str(email.message_from_bytes(self.metadata)["Requires-Python"] or ""))
+        return (
+            f'<a href="{escape(address)}#{sha256}" data-requires-python="{python}"'
+            f' data-core-metadata="{metadata}" data-dist-info-metadata="{metadata}">{escape(self.path.name)}</a>'
+        )
+
+
+def described(folder: Path) -> list[Wheel]:
+    """The wheels in `folder`; ValueError when there is none, one has no label, or its name and metadata differ."""
+    found = []
+    for path in sorted(folder.glob("*.whl")):
+        files = wheel_file.read(path)
+        metadata = files[f"{wheel_file.info_folder(files)}/METADATA"]
+        wheel = Wheel(path, str(email.message_from_bytes(metadata)["Version"]), metadata)
+        if path.name.split("-")[1] != wheel.version:
+            raise ValueError(f"{path.name}: its metadata is of version {wheel.version}")
+        if not wheel.label:
+            raise ValueError(f"{path.name}: version has no label such as +cu130, so no index to stand in")
+        found.append(wheel)
+    if not found:
+        raise ValueError(f"{folder}: got no wheels, want one at least")
+    return found
+
+
+def write_page(folder: Path, links: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    head = f'<!DOCTYPE html>\n<meta name="pypi:repository-version" content="1.1">\n<title>{folder.name}</title>\n'
+    (folder / "index.html").write_text(head + "<br>\n".join(links) + "\n")
+
+
+def make_index(source: Path, out: Path, files_at: str | None = None) -> list[Wheel]:
+    """Write the index of the wheels in `source` anew; ValueError as `described`."""
+    wheels = described(source)
+    shutil.rmtree(out, ignore_errors=True)
+    labels = sorted({wheel.label for wheel in wheels})
+    write_page(out, [f'<a href="{label}/">{label}</a>' for label in labels])
+    for label in labels:
+        write_page(out / label, [f'<a href="{PROJECT}/">{PROJECT}</a>'])
+        own = [wheel for wheel in wheels if wheel.label == label]
+        write_page(out / label / PROJECT, [wheel.link(files_at) for wheel in own])
+        for wheel in own if files_at is None else ():
+            shutil.copy(wheel.path, out / label / PROJECT)
+            (out / label / PROJECT / f"{wheel.path.name}.metadata").write_bytes(wheel.metadata)
+    return wheels
+
+
 def main(arguments: list[str]) -> int:
     import check_wheel
 
     parser = argparse.ArgumentParser(prog="release", description="Lay out a release, or judge it as a whole.")
     commands = parser.add_subparsers(dest="command", required=True)
-    laid = commands.add_parser("lay-out")
-    laid.add_argument("source", type=Path, help="labelled wheels and source package")
-    laid.add_argument("out", type=Path)
+    for name in ("lay-out", "index"):
+        writer = commands.add_parser(name)
+        writer.add_argument("source", type=Path, help="folder of labelled wheels, and of the source package")
+        writer.add_argument("out", type=Path, help="what lies there is removed")
+    writer.add_argument("--files-at", help="where the wheels are, such as a release's folder of files")
     check = commands.add_parser("check")
     check.add_argument("folder", type=Path, nargs="?", help="with every file of the release")
     check.add_argument("--tag", required=True, help="such as v0.1.0")
@@ -128,6 +204,9 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.command == "lay-out":
         print(f"release: {len(lay_out(given.source, given.out))} files in {given.out}")
+        return 0
+    if given.command == "index":
+        print(f"release: {len(make_index(given.source, given.out, given.files_at))} wheels in {given.out}")
         return 0
     found = faults_of(given.folder, given.tag, given.commit, check_wheel.check)
     print(*found, f"release: {given.tag}: {len(found)} faults", sep="\n")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import check_targets
 import find_cuda
-import nvrtc
 import pytest
 
 GOOD_KERNEL = "__global__ void planted(int* out) { out[threadIdx.x] = 1; }"
@@ -58,7 +57,7 @@ def judged(tree: Path, target: str, kernel: str = GOOD_KERNEL, host: str = GOOD_
 
 def test_cuda_12_9(tree: Path) -> None:
     try:
-        nvrtc.library()
+        check_targets.nvrtc_library()
     except FileNotFoundError as error:
         pytest.skip(str(error))
     assert judged(tree, "cu129") == []
@@ -83,11 +82,11 @@ def test_aarch64(tree: Path) -> None:
 
 
 def test_no_file_and_no_compiler_are_no_pass(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "packages", lambda: tree)
-    nvrtc.library.cache_clear()
+    monkeypatch.setattr(check_targets, "cuda_12", lambda: tree)
+    check_targets.nvrtc_library.cache_clear()
     with pytest.raises(FileNotFoundError, match="dependency group targets"):
         judged(tree, "cu129")
-    nvrtc.library.cache_clear()
+    check_targets.nvrtc_library.cache_clear()
     (tree / "build/compile_commands.json").write_text("[]")
     with pytest.raises(ValueError, match="the build lists 0 files, want kernels and host files"):
         judged(tree, "aarch64")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import check_wheel
-import elf_rules
 import finish_wheel
 import pytest
 import wheel_file
@@ -185,7 +184,7 @@ def library(folder: Path, source: str, *options: str) -> list[str]:
     """The verdict on a shared library of `source`, linked with an empty libtorch.so."""
     torch = compile_cpp("", folder / "libtorch.so", "-Wl,-soname,libtorch.so")
     linked = ("-O1", "-fvisibility=hidden", *options, "-Wl,--no-as-needed", torch)
-    return elf_rules.library_faults(compile_cpp(source, folder / "a.so", *linked))
+    return check_wheel.elf_faults(compile_cpp(source, folder / "a.so", *linked))
 
 
 def test_a_plain_library_passes(tmp_path: Path) -> None:
@@ -224,9 +223,9 @@ def test_refuses_a_library(tmp_path: Path, source: str, options: tuple[str, ...]
 
 
 def test_refuses_what_is_no_library_and_what_it_may_not_need(tmp_path: Path) -> None:
-    found = elf_rules.library_faults(compile_cpp("int a;", tmp_path / "a.o", "-c", "-no-pie"))
+    found = check_wheel.elf_faults(compile_cpp("int a;", tmp_path / "a.o", "-c", "-no-pie"))
     assert found == ["is not a shared library: no dynamic section or symbols"]
     for name in ("libcuda.so.1", "libcudart.so.13", "libtorch_cuda.so", "libc10.so", "libpython3.11.so.1.0"):
-        (fault,) = elf_rules.needed_faults(["libtorch.so", "libc.so.6", name])
+        (fault,) = check_wheel.needed_faults(["libtorch.so", "libc.so.6", name])
         assert fault == f"needs {name}, which is not on the list of allowed libraries"
-    assert "does not need libtorch.so" in next(elf_rules.needed_faults(["libc.so.6"]))
+    assert "does not need libtorch.so" in next(check_wheel.needed_faults(["libc.so.6"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import check_wheel
@@ -11,7 +12,7 @@ import kernel_code
 import pytest
 import wheel_file
 
-from ._helpers import compile_cpp
+from ._helpers import compile_cpp, make_wheel
 
 COMMIT = "0123456789" * 4
 
@@ -81,10 +82,14 @@ def test_a_night_is_a_version_of_its_own(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MEGA_MOE_NIGHTLY", "20261201")
+    monkeypatch.setattr(finish_wheel, "repair", lambda wheel, _: wheel)  # which takes seconds
     assert finish_wheel.main([str(plain), str(tmp_path), "--commit", COMMIT]) == 0
     made = Path(capsys.readouterr().out.strip())
-    assert made.name.split("-")[1].startswith("0.1.0.dev20261201+cu")
-    assert check_wheel.check(made) == []
+    assert made.name.split("-")[1] == "0.1.0.dev20261201+cu130"
+    metadata = wheel_file.read(made)["mega_moe-0.1.0.dev20261201+cu130.dist-info/METADATA"].decode()
+    build = {"torch_target": "2.10", **dict.fromkeys(check_wheel.BUILD_KEYS), "version": "0.1.0"}
+    version = made.name.split("-")[1]
+    assert not [f for f in check_wheel.metadata_faults(metadata, "", build, version) if "version in" in f]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,10 @@ def test_refuses_what_is_no_commit(tmp_path: Path, commit: str) -> None:
         finish_wheel.finish(tmp_path, tmp_path, commit, "2.13.0")
 
 
-def test_refuses_a_second_label_and_what_is_no_date(labelled: Path, tmp_path: Path) -> None:
+def test_refuses_a_second_label_and_what_is_no_date(
+    labelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finish_wheel, "repair", lambda wheel, _: wheel)
     with pytest.raises(ValueError, match="has a label already"):
         finish_wheel.finish(labelled, tmp_path, COMMIT, "2.13.0")
     with pytest.raises(ValueError, match="nightly: got '1 December', want a date"):
@@ -142,3 +150,24 @@ def test_the_tag_is_that_of_the_matrix_where_the_binary_allows_it(plain: Path, t
     assert finish_wheel.granted(wheel)[0] < 28
     made = finish_wheel.finish(wheel, tmp_path / "out", COMMIT, "2.13.0")
     assert made.name.endswith("-py3-none-manylinux_2_28_x86_64.whl")
+
+
+def test_names_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = make_wheel(tmp_path, "mega-moe", "0.1.0", "py3-none-any")
+    other = tmp_path / "other.whl"
+    shutil.copy(wheel, other)
+    assert wheel_file.main([str(wheel), str(other)]) == 0
+    files = wheel_file.read(wheel)
+    wheel_file.write(other, {**files, "mega_moe/__init__.py": b"", "mega_moe/x.so": b""})
+    assert wheel_file.main([str(wheel), str(other)]) == 1
+    assert [line.split("/")[-1] for line in capsys.readouterr().out.splitlines() if "differs: " in line] == [
+        "RECORD",
+        "__init__.py",
+        "x.so",
+    ]
+    # As a build without SOURCE_DATE_EPOCH would have it.
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    wheel_file.write(other, files)
+    assert wheel_file.differences(wheel, other)[0].startswith("equal files, packed in another way")

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import finish_wheel
-import make_index
 import matrix
 import pytest
+import release
 
 from ._helpers import make_wheel, served
 
@@ -35,7 +35,7 @@ def blocks(page: str, kind: str) -> list[str]:
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server with the project's index, and under packages/ a package index with torch and no label."""
     folder = tmp_path_factory.mktemp("served")
-    make_index.make(wheel.parent, folder / "site")
+    release.make_index(wheel.parent, folder / "site")
     for project, made in (
         ("mega-moe", finish_wheel.strip_label(wheel, folder)),
         ("torch", make_wheel(folder, "torch", "2.13.0", "py3-none-any")),
