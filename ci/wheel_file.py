@@ -1,4 +1,7 @@
-"""Reads and writes the archive that a wheel is: same content, same bytes, whoever writes it and when."""
+"""Reads and writes the archive that a wheel is: same content, same bytes, whoever writes it and when.
+
+python ci/wheel_file.py WHEEL OTHER     refuses two builds of the same sources that differ, and names the files
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import csv
 import hashlib
 import io
 import os
+import sys
 import time
 import zipfile
 from pathlib import Path
 
 # The archive format knows no earlier time.
 EARLIEST = 315532800
-COMPRESSION = 9
 
 
 def read(path: Path) -> dict[str, bytes]:
@@ -30,47 +33,55 @@ def info_folder(files: dict[str, bytes]) -> str:
     return folders.pop()
 
 
-def digest(content: bytes) -> str:
-    """As RECORD writes it."""
-    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-
-
-def record(files: dict[str, bytes], own_name: str) -> bytes:
-    text = io.StringIO()
+def record(files: dict[str, bytes]) -> bytes:
+    """The RECORD of `files`, sorted by name and without the RECORD that they may hold."""
+    own, text = f"{info_folder(files)}/RECORD", io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerows([name, digest(content), len(content)] for name, content in sorted(files.items()))
-    rows.writerow([own_name, "", ""])
+    for name in sorted(files.keys() - {own}):
+        digest = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).rstrip(b"=").decode()
+        rows.writerow([name, f"sha256={digest}", len(files[name])])
+    rows.writerow([own, "", ""])
     return text.getvalue().encode()
 
 
 def record_faults(files: dict[str, bytes]) -> list[str]:
     """What RECORD says of the files that is not so."""
-    own_name = f"{info_folder(files)}/RECORD"
-    if own_name not in files:
-        return ["RECORD is missing"]
-    listed = {row[0]: row[1] for row in csv.reader(io.StringIO(files[own_name].decode())) if row}
-    faults = [f"RECORD does not list {name}" for name in sorted(set(files) - set(listed))]
-    faults += [f"RECORD lists {name}, which is not there" for name in sorted(set(listed) - set(files))]
-    return faults + [
-        f"{name} is not what RECORD says"
-        for name, want in sorted(listed.items())
-        if name in files and name != own_name and digest(files[name]) != want
+    said = set(files[f"{info_folder(files)}/RECORD"].decode().splitlines())
+    found = set(record(files).decode().splitlines())
+    return [f"RECORD has no true line of {line.partition(',')[0]}" for line in sorted(found - said)] + [
+        f"RECORD has a false line of {line.partition(',')[0]}" for line in sorted(said - found)
     ]
 
 
 def write(path: Path, files: dict[str, bytes]) -> None:
-    """The wheel of `files` with a RECORD made anew, every file of the time SOURCE_DATE_EPOCH."""
+    """The wheel of `files` with a new RECORD, every file of the time SOURCE_DATE_EPOCH."""
     info = info_folder(files)
-    content = {name: data for name, data in files.items() if name != f"{info}/RECORD"}
-    content[f"{info}/RECORD"] = record(content, f"{info}/RECORD")
+    content = {**files, f"{info}/RECORD": record(files)}
     moment = time.gmtime(max(EARLIEST, int(os.environ.get("SOURCE_DATE_EPOCH", EARLIEST))))[:6]
-    # The dist-info folder last, as the wheel format recommends.
-    order = sorted(content, key=lambda name: (name.startswith(info), name.endswith("/RECORD"), name))
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
-        for name in order:
+        # The dist-info folder last, as the wheel format recommends.
+        for name in sorted(content, key=lambda n: (n.startswith(info), n.endswith("/RECORD"), n)):
             entry = zipfile.ZipInfo(name, moment)
-            entry.compress_type = zipfile.ZIP_DEFLATED
             entry.create_system = 3  # Unix, so that the mode below counts
             entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
-            archive.writestr(entry, content[name], zipfile.ZIP_DEFLATED, COMPRESSION)
+            archive.writestr(entry, content[name], zipfile.ZIP_DEFLATED, compresslevel=9)
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """One line per difference; empty when the two are equal to the last byte."""
+    if first.read_bytes() == second.read_bytes():
+        return []
+    one, other = read(first), read(second)
+    found = [f"differs: {name}" for name in sorted(one.keys() | other) if one.get(name) != other.get(name)]
+    return found or ["equal files, packed in another way (times, order, modes or compression)"]
+
+
+def main(arguments: list[str]) -> int:
+    found = differences(*map(Path, arguments))
+    print(*found, f"wheel_file: {len(found)} differences", sep="\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

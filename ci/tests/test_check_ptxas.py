@@ -48,7 +48,7 @@ def test_passes_within_budget(tmp_path: Path) -> None:
             "C7510",
         ),
         ("", "reports no kernel"),
-        (None, "no log"),
+        (None, "reports no kernel"),
     ],
 )
 def test_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, reason: str) -> None:

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s {}"
@@ -70,14 +71,11 @@ def test_ci_refuses_a_readme_without_exactly_one_line_of_each(readme: str, tmp_p
 
 
 def test_the_readme_example_runs(tmp_path: Path) -> None:
-    (example,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    readme = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     # Warnings are errors but for the one that tells of the fallback, which is what the example is about to show.
-    flags = ["-W", "error", "-W", "default:mega_moe"]
-    answer = subprocess.run(
-        [sys.executable, *flags, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-W", "error", "-W", "default:mega_moe", "-c", example]
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     backend, *_ = answer.stdout.split()
     assert backend in {"grouped", "reference"}
@@ -85,15 +83,10 @@ def test_the_readme_example_runs(tmp_path: Path) -> None:
 
 
 def test_a_build_without_kernels_needs_no_compiler(tmp_path: Path) -> None:
-    pytest.importorskip("scikit_build_core", reason="comes with the dependency group build")
     options = ("--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path)
-    environment = {
-        **os.environ,
-        "MEGA_MOE_BUILD_KERNELS": "0",
-        "CUDACXX": "/nonexistent",
-        "CXX": "/nonexistent",
-    }
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, ROOT], env=environment, check=True)
+    without = {"MEGA_MOE_BUILD_KERNELS": "0", "CUDACXX": "/nonexistent", "CXX": "/nonexistent"}
+    command = [sys.executable, "-m", "pip", "wheel", *options, ROOT]
+    subprocess.run(command, env={**os.environ, **without}, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -102,14 +95,63 @@ def test_a_build_without_kernels_needs_no_compiler(tmp_path: Path) -> None:
         assert "Requires-Dist: torch>=2.10" in archive.read(metadata).decode()
 
 
+def test_a_machine_without_a_cuda_compiler_is_told_what_to_do(tmp_path: Path) -> None:
+    command = ["cmake", "-S", ROOT / "kernels", "-B", tmp_path, "-G", "Ninja"]
+    environment = {**os.environ, "CUDACXX": "/nonexistent/nvcc"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "no CUDA compiler. Put nvcc 12.9 or later on the path" in " ".join(run.stderr.split())
+    assert "MEGA_MOE_BUILD_KERNELS=0" in run.stderr
+
+
 def test_every_session_says_what_it_does() -> None:
-    functions = [
-        node
-        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
-        if isinstance(node, ast.FunctionDef) and "nox.session" in map(ast.unparse, node.decorator_list)
-    ]
-    assert {node.name for node in functions} >= {
-        "demo", "tests", "lint", "types", "layers", "wheel", "check_wheel", "tests_gpu", "bench", "docs",
-        "targets", "index", "sdist", "reproducible", "wheel_manylinux", "tests_wheel", "release_files", "release_check",
-    }  # fmt: skip
-    assert [node.name for node in functions if not ast.get_docstring(node)] == []
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    marked = [node for node in functions if "nox.session" in map(ast.unparse, node.decorator_list)]
+    assert {node.name for node in marked} >= {"demo", "tests", "wheel", "bench", "api", "release_check"}
+    assert [node.name for node in marked if not ast.get_docstring(node)] == []
+
+
+def call_test_wheel(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    # The script takes the python3 of PATH: here, the one that runs this test.
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", ROOT / "ci" / "test_wheel.sh", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no suite, want cpu, gpu or multi-gpu"),
+        (("tpu",), "suite is 'tpu', must be cpu, gpu or multi-gpu"),
+        (("cpu", "gone.whl"), "gone.whl: no such file"),
+    ],
+)
+def test_test_wheel_refuses(arguments: tuple[str, ...], message: str) -> None:
+    result = call_test_wheel(*arguments)
+    assert result.returncode == 2
+    assert f"test_wheel: {message}" in result.stderr
+
+
+def test_a_plugin_that_warns_where_tests_run_in_parallel_is_left_out(tmp_path: Path) -> None:
+    """As pytest-benchmark does, whose warning would be an error before the first test."""
+    (tmp_path / "warns.py").write_text(
+        "import warnings\ndef pytest_configure(config): warnings.warn('parallel')\n"
+    )
+    info = tmp_path / "warns-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: warns\nVersion: 1.0\n")
+    (info / "test_one.py").write_text("def test_one(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    for name, code in (("benchmark", 0), ("other", 3)):
+        (info / "entry_points.txt").write_text(f"[pytest11]\n{name} = warns\n")
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([*command, info / "test_one.py"], env=environment, check=False)
+        assert done.returncode == code
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
+def test_gpu_suite_fails_without_a_gpu(wheel: Path) -> None:
+    result = call_test_wheel("gpu", wheel, "-k", "test_clock_probe", "-p", "no:cacheprovider")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "MEGA_MOE_REQUIRE_GPU=1: needs 1 CUDA device(s)" in result.stdout

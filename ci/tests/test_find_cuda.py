@@ -51,5 +51,7 @@ def test_passes_over_what_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_none_names_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert find_cuda.main() == 1
+    assert find_cuda.main([]) == 1
     assert "pip install nvidia-cuda-nvcc==13" in capsys.readouterr().err
+    assert find_cuda.main(["--packages"]) == 0
+    assert capsys.readouterr().out.startswith("nvidia-cuda-nvcc==13")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -15,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import finish_wheel
-import make_index
 import matrix
 import pytest
-import wheel_file
+import release
 
-from ._index import made_up_wheel, served
+from ._helpers import make_wheel, served
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/installing.md", "docs/pinning.md")
@@ -33,39 +31,21 @@ def blocks(page: str, kind: str) -> list[str]:
     return [text for name, text in BLOCK.findall((ROOT / page).read_text()) if name == kind]
 
 
-def relabelled(wheel: Path, folder: Path, cuda: str) -> Path:
-    """The wheel as a build with another CUDA version would be named and described."""
-    files = wheel_file.read(wheel)
-    build = {**json.loads(files[finish_wheel.BUILD]), "cuda": cuda}
-    files[finish_wheel.BUILD] = finish_wheel.as_json(build)
-    version = f"{build['version']}+{finish_wheel.label_of(build)}"
-    return finish_wheel.save(
-        folder, wheel.name.split("-", 2)[2], finish_wheel.with_version(files, version), "2.13.0"
-    )
-
-
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server with the project's index, and under packages/ a package index with torch and no label."""
-    built = list((ROOT / "dist").glob("*.whl"))
-    if len(built) != 1:
-        pytest.skip(f"dist/ holds {len(built)} wheels, this needs the one that `nox -s wheel` builds")
     folder = tmp_path_factory.mktemp("served")
-    relabelled(built[0], folder / "wheels", "13.0")
-    make_index.make(folder / "wheels", folder / "site")
-    plain = finish_wheel.strip_label(next((folder / "wheels").glob("*+cu130*")), folder / "plain")
-    for project, wheel in (
-        ("mega-moe", plain),
-        ("torch", made_up_wheel(folder / "torch", "torch", "2.13.0", "py3-none-any")),
-        ("tomli", made_up_wheel(folder / "tomli", "tomli", "2.2.1", "py3-none-any")),
+    release.make_index(wheel.parent, folder / "site")
+    for project, made in (
+        ("mega-moe", finish_wheel.strip_label(wheel, folder)),
+        ("torch", make_wheel(folder, "torch", "2.13.0", "py3-none-any")),
+        ("tomli", make_wheel(folder, "tomli", "2.2.1", "py3-none-any")),
     ):
         own = folder / "site/packages" / project
         own.mkdir(parents=True)
-        shutil.copy(wheel, own)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        name = wheel.name.replace("+", "%2B")
-        (own / "index.html").write_text(f'<a href="{name}#sha256={digest}">{wheel.name}</a>')
-    with served(folder / "site") as (address, _):
+        shutil.copy(made, own)
+        (own / "index.html").write_text(f'<a href="{made.name}">{made.name}</a>')
+    with served(folder / "site") as address:
         yield address
 
 
@@ -85,11 +65,8 @@ def shell(site: str, tmp_path: Path) -> dict[str, str]:
         if not hidden.match(entry.name):
             (shared / entry.name).symlink_to(entry)
     (packages / "shared.pth").write_text(f"{shared}\n")
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("PIP_", "UV_", "MEGA_MOE_", "PYTHON", "VIRTUAL"))
-    }
+    ours = ("PIP_", "UV_", "MEGA_MOE_", "PYTHON", "VIRTUAL")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     uv = Path(sys.executable).parent
     return {
         **kept,
@@ -107,15 +84,8 @@ def shell(site: str, tmp_path: Path) -> dict[str, str]:
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    bash = ["bash", "-euo", "pipefail", "-c", command]
+    return subprocess.run(bash, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_every_block_is_run_or_named_as_not_run() -> None:

@@ -11,6 +11,8 @@ from mega_moe._base.activation import Activation, as_activation
 from mega_moe.api import moe
 from mega_moe.buffer import MoEBuffer
 
+__all__ = ["MegaMoE"]
+
 
 def flat(value: Tensor, x: Tensor) -> Tensor:
     """``value [..., N]`` as ``[T, N]``, for the leading extents of ``x`` alone.

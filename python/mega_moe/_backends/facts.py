@@ -170,7 +170,7 @@ def _driver_cuda() -> tuple[int, int] | None:
     """The newest CUDA version that the installed driver serves; None without a driver."""
     try:
         # The driver's own library: torch tells the version it was built with, not the driver's. Makes no context.
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL("libcuda.so.1")  # noqa: TID251 - the one place
     except OSError:
         return None
     version = ctypes.c_int(0)

@@ -83,7 +83,7 @@ def status() -> LibraryStatus:
             why = "this build holds no kernels, it was made with MEGA_MOE_BUILD_KERNELS=0"
         return LibraryStatus(False, why, str(path))
     try:
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(path))  # noqa: TID251 - the one place
     except OSError as error:
         why = str(error.__cause__ or error)  # newer torch hides the linker's words behind its own
         return LibraryStatus(False, f"{path} does not load: {why}{_glibc(why)}", str(path))
