@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from mega_moe.bench.schema import CeilingRow, LayerRow, Outcome, PeerRow, Result, Row, StageRow
+from mega_moe.bench.schema import CeilingRow, LayerRow, Outcome, PeerRow, Result, Row
 
 _HEADER = (
     "what",
@@ -90,9 +90,6 @@ def _cells(row: Row) -> tuple[str, ...]:
             "-",
             "-",
         )
-    if isinstance(row, StageRow):
-        rate, percent = _rate(row.gb_per_s, "GB/s"), _percent(row.percent_of_ceiling)
-        return (_subject(row), "-", "-", protocol, milliseconds, rate, percent, mhz, "-", "-", "-")
     if isinstance(row, PeerRow):
         named, rate = f"{row.shape} T={row.tokens} {row.precision}", _rate(row.tflops, "TF/s")
         return (named, row.peer, row.direction, protocol, milliseconds, rate, "-", mhz, "-", "-", "-")
@@ -130,8 +127,6 @@ def _layer(row: LayerRow) -> str:
 def _subject(row: Row) -> str:
     if isinstance(row, CeilingRow):
         return row.name
-    if isinstance(row, StageRow):
-        return f"stage {row.form} T={row.tokens} H={row.hidden}"
     if isinstance(row, PeerRow):
         return f"{row.shape} T={row.tokens} {row.precision}: {row.peer}"
     direction = "" if row.direction == "all" else f" {row.direction}"
