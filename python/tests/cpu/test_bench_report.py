@@ -118,7 +118,7 @@ def test_documents_and_chart_come_from_the_results(report: Any, project: Path) -
     refused = "30B, T 16384, bf16; 235B, T 16384, bf16"
     assert f"- refused: fused: {refused}: no fused kernel in this wheel; T is odd\n" in text
     assert "![Latency per layer call](benchmarks.png)" in text
-    assert "| 30B, T 16384, bf16 | 2 (sustained) | 0.4 / 4 | - |" in text
+    assert "| 30B, T 16384, bf16 | 0.2 / 2 | 0.4 / 4 | - |" in text
     assert "30B: hidden 2048, intermediate 768, top 8 of 128 experts." in text.replace("\n", " ")
     assert "![Latency per layer call](docs/benchmarks.png)" in readme
     assert [line for line in readme.splitlines() if line.startswith("| 30B")] == [

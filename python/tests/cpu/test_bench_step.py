@@ -276,4 +276,4 @@ def test_the_document_gets_the_newest_of_each_model(report: ModuleType, tmp_path
     assert "30B: 9 of 48 layers, sequence 16384 a GPU, EP 1" in text
     assert "stale" not in text
     assert "fused (stale)" in report.full_report([], other, report.newest_steps(tmp_path))
-    assert report.report([], same, []) == report.NONE_YET
+    assert report.full_report([], same, []) == report.NONE_YET

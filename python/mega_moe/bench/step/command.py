@@ -17,6 +17,7 @@ from mega_moe._base.types import PRECISIONS
 from mega_moe.bench import schema
 from mega_moe.bench.schema import StepResult, StepRow
 from mega_moe.bench.step.shapes import MODELS, Model, find_model
+from mega_moe.bench.table import columns
 
 # What a run needs is imported by it: help and refused words come without torch.
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def render(result: StepResult) -> str:
         lines[0] += (
             f"; {first.layers} of {first.model_layers} layers, sequence {first.sequence}, EP {first.ep_size}"
         )
-        lines += _columns([_COLUMNS, *map(cells, measured)])
+        lines += columns([_COLUMNS, *map(cells, measured)], left=2)
         lines.append("")
     lines += [f"{row.backend}: {row.reason}" for row in measured if row.reason not in (None, row.backend)]
     lines += [_line(row) for row in result.rows if row.status != "measured"]
@@ -231,10 +232,3 @@ def _line(row: StepRow) -> str:
     if row.status == "measured":
         return "  ".join(cells(row))
     return f"{row.status}: {row.model} {row.precision}: backend {row.backend}: {'; '.join(row.reasons)}"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
