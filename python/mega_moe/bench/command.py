@@ -91,7 +91,8 @@ def main(argv: list[str]) -> int:
     try:
         with joined(words.device) as context:
             if words.trace is not None:
-                return trace.run(_trace_options(words), words.trace, context)
+                trace.run(_trace_options(words), words.trace, context)
+                return 0
             options = _options(words, context.device.type)
             first = context.rank == 0
             refused = list(_refusals(options, context))

@@ -1,4 +1,4 @@
-"""`mega-moe bench --trace OUT`: record one call of a fused kernel, sum it up, check it, and write it for Perfetto."""
+"""`mega-moe bench --trace OUT`: record one call of a fused kernel, sum it up, and write it for Perfetto."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ from pathlib import Path
 import torch
 
 from mega_moe._backends import facts
-from mega_moe._backends.tables import plain_tables
 from mega_moe.bench.environment import describe
 from mega_moe.bench.kernel_ranks import KernelRanks, Options, why_not
 from mega_moe.bench.ranks import Context
-from mega_moe.bench.trace_check import Wanted, of_backward, of_forward, order_faults, tile_faults
 from mega_moe.bench.trace_events import ROLES, WORDS, Trace, read
 from mega_moe.bench.trace_output import summary, write_chrome
 
-_SHOWN_FAULTS = 5
 FIRST_ROWS = 512  # of a lane; twice as many whenever one was full
 MOST_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The trace of one call, what it must show, and us from before to after all launches of a call."""
+    """The trace of one call, and us from before to after all launches of a call."""
 
     trace: Trace
-    wanted: Wanted
+    ranks: KernelRanks
     plain_us: float  # of the kernel that users run
     traced_us: float
-    num_sms: int  # of each rank
 
 
 def why_no_trace(options: Options, device: torch.device) -> list[str]:
@@ -75,27 +71,15 @@ def record(options: Options, device: torch.device) -> Recorded:
     for array in arrays:
         array.zero_()
     traced_us = ranks.timed(arrays)
-    return Recorded(read(arrays), _wanted(options, ranks), plain_us, traced_us, ranks.num_sms)
+    return Recorded(read(arrays), ranks, plain_us, traced_us)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
-def _wanted(options: Options, ranks: KernelRanks) -> Wanted:
-    shape = options.shape
-    ids = [inputs.layer.topk_idx for inputs in ranks.inputs]
-    tables = [
-        plain_tables(ids, rank, shape.num_experts, *kernels.shape.chunk_limits())
-        for rank, kernels in enumerate(ranks.kernels)
-    ]
-    rows, slots = [t.expert_rows for t in tables], [t.expert_slots for t in tables]
-    of_direction = of_forward if options.direction == "forward" else of_backward
-    return of_direction(rows, slots, shape.hidden, shape.intermediate)
-
-
-def run(options: Options, out: Path, context: Context) -> int:
-    """Prints the summary and writes OUT.json; 1 when the trace is not that of a right schedule, else 0.
+def run(options: Options, out: Path, context: Context) -> None:
+    """Prints the summary and writes OUT.json.
 
     Raises ValueError when the folder is missing, and with every reason where no trace can be recorded.
     """
@@ -112,33 +96,16 @@ def run(options: Options, out: Path, context: Context) -> int:
     title = _title(options, recorded, environment.device)
     print(title)
     print(summary(recorded.trace), end="")
-    faults = _judge(recorded)
     file = out.with_name(out.name + ".json")
     notes = {"layer": title, "date": environment.date, "driver": environment.driver}
     notes |= {"torch": environment.torch, "kernels_sha256": environment.kernels_sha256}
     write_chrome(recorded.trace, file, notes)
     print(f"written: {file}")
-    return 1 if faults else 0
 
 
 def _title(options: Options, recorded: Recorded, device: str) -> str:
     return (
         f"{options.shape.name} {options.precision} {options.direction}, "
-        f"T={options.tokens} x {options.num_ranks} ranks of {recorded.num_sms} SMs, {device}: "
+        f"T={options.tokens} x {options.num_ranks} ranks of {recorded.ranks.num_sms} SMs, {device}: "
         f"{recorded.plain_us:.1f} us, traced {recorded.traced_us:.1f} us"
     )
-
-
-def _judge(recorded: Recorded) -> list[str]:
-    """Prints whether the schedule was right -> its faults."""
-    if recorded.trace.full_lanes:
-        print("schedule: not judged, since events were dropped")
-        return []
-    wanted = recorded.wanted
-    faults = [*tile_faults(recorded.trace, wanted.tiles), *order_faults(recorded.trace, wanted.whole)]
-    if not faults:
-        print(f"schedule: right, each of {wanted.total()} tiles computed once and after what it reads")
-        return []
-    print(f"schedule: {len(faults)} faults, the first of them")
-    print(*(f"  {fault}" for fault in faults[:_SHOWN_FAULTS]), sep="\n")
-    return faults

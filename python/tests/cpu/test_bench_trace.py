@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe.bench.trace_check import order_faults, row_tiles, tile_faults
 from mega_moe.bench.trace_events import KINDS, ROLES, TILE, Kind, State, code, event_name, read, tile
 from mega_moe.bench.trace_output import chrome_events, summary, write_chrome
 
+from ..gpu._schedule import order_faults, row_tiles, tile_faults  # noqa: TID252
 from ._trace import COLUMNS, LOAD, MATH_0, MATH_1, PULL, PUSH, ROWS, SLOTS, array, schedule, two_tiles
 
 # --- reading

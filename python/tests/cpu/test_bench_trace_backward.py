@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_moe.bench import kernel_ranks, trace
-from mega_moe.bench.ranks import Context
-from mega_moe.bench.shapes import SHAPES
-from mega_moe.bench.trace_check import PART_ROWS, of_backward, order_faults, tile_faults, wgrad_parts
 from mega_moe.bench.trace_events import Trace, code, read, tile
 from mega_moe.bench.trace_output import chrome_events, summary
 
+from ..gpu._schedule import PART_ROWS, of_backward, order_faults, tile_faults, wgrad_parts  # noqa: TID252
 from ._trace import LOAD, MATH_0, MATH_1, PULL, Rows, array
 
 LOAD_DX, LOAD_GRADIENT, DZ, DX, GRADIENT, STORE_DZ, STORE_DX, STORE_GRADIENT = 22, 23, 24, 25, 26, 27, 28, 29
@@ -137,18 +134,3 @@ def test_it_is_summed_up_and_named() -> None:
         assert re.search(rf"^{label} +\d", text, re.MULTILINE), label
     names = [event["name"] for event in chrome_events(made) if event["ph"] == "X"]
     assert {"wgrad e0 m1 n0", "dz e0 m1 n0", "load dx e0 m0 n0"} <= set(names)
-
-
-@pytest.mark.parametrize(("dx", "status"), [(300, 0), (100, 1)])
-def test_the_tool_judges_it(
-    dx: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(trace, "why_no_trace", lambda *_: [])
-    made = trace.Recorded(schedule(dx=dx), WANTED, 9.0, 10.0, 2)
-    monkeypatch.setattr(trace, "record", lambda *_: made)
-    options = kernel_ranks.Options(SHAPES["tiny"], 65, 1, "backward")
-    assert trace.run(options, tmp_path / "t", Context(torch.device("cpu"), None, 0, 1)) == status
-    said = capsys.readouterr().out
-    assert "tiny bf16 backward, T=65 x 1 ranks of 2 SMs" in said
-    assert ("schedule: right, each of 20 tiles computed once" in said) is (status == 0)
-    assert ("load dx e0 m0 n0: began at 100 ns" in said) is (status == 1)

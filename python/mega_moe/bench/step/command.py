@@ -1,4 +1,4 @@
-"""The command `mega-moe bench step`: words of the command line to runs, their table, plot and JSON."""
+"""The command `mega-moe bench step`: words of the command line to runs, their table and JSON."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
         help="the wheel that was installed, where the installer kept no hash",
     )
     add("--json", type=Path, metavar="FILE", help="also write the result here")
-    add("--plot", type=Path, metavar="FILE", help="also draw it as PNG (needs matplotlib)")
     return made
 
 
@@ -83,15 +82,6 @@ def main(argv: list[str]) -> int:
                 print(render(result), end="")
                 if words.json is not None:
                     words.json.write_text(schema.dumps(result), encoding="utf-8")
-                if words.plot is not None:
-                    from mega_moe.bench.step.plot import draw
-
-                    draw(result, words.plot)
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            raise
-        print(f"mega-moe bench step: {error.name} is missing: pip install 'mega-moe[demo]'", file=sys.stderr)
-        return 2
     except ValueError as error:
         print(f"mega-moe bench step: {error}", file=sys.stderr)
         return 2
@@ -125,10 +115,8 @@ def _check(words: argparse.Namespace) -> None:
             raise ValueError(f"{name.replace('_', '-')}: got {value}, wanted at least 1")
     if not 0 <= words.skip < words.steps:
         raise ValueError(f"skip: got {words.skip}, wanted 0 to {words.steps - 1}: fewer than the steps")
-    for name in ("json", "plot"):
-        path = getattr(words, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{name}: got {path}, wanted a path in a folder that exists")
+    if words.json is not None and not words.json.absolute().parent.is_dir():
+        raise ValueError(f"json: got {words.json}, wanted a path in a folder that exists")
     _backends(words)
     _precisions(words)
 

@@ -1,4 +1,4 @@
-"""Whether a trace is that of a right schedule: every tile computed once, and none before what it reads was stored."""
+"""The schedule that a trace must show, and whether it does: every tile once, none before its inputs were stored."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mega_moe._backends.tables import plain_tables
+from mega_moe.bench.kernel_ranks import KernelRanks, Options
 from mega_moe.bench.trace_events import KINDS, Kind, State, Trace, event_name, kinds_in, row_block, tile
 
 BLOCK_ROWS = 64  # rows of an expert that one event of a math warpgroup is about
@@ -63,6 +65,18 @@ def of_backward(rows: Sequence[Tensor], slots: Sequence[Tensor], hidden: int, in
         if 0 < count <= PART_ROWS
     )
     return Wanted(tiles, whole)
+
+
+def wanted_of(options: Options, ranks: KernelRanks) -> Wanted:
+    shape = options.shape
+    ids = [inputs.layer.topk_idx for inputs in ranks.inputs]
+    tables = [
+        plain_tables(ids, rank, shape.num_experts, *kernels.shape.chunk_limits())
+        for rank, kernels in enumerate(ranks.kernels)
+    ]
+    rows, slots = [t.expert_rows for t in tables], [t.expert_slots for t in tables]
+    of_direction = of_forward if options.direction == "forward" else of_backward
+    return of_direction(rows, slots, shape.hidden, shape.intermediate)
 
 
 def row_tiles(rows: Sequence[Tensor], slots: Sequence[Tensor], columns: Mapping[str, range]) -> Counter[Tile]:
