@@ -17,7 +17,7 @@ def section(result: Any, kernels: Any, which: str = "") -> str:
         f"windows a figure: {windows(result)}."
     )
     rows, changed = table(result, kernels)
-    lines = [f"### {place(where)}{which}", "", head, "", *rows]
+    lines = [f"### Every row: {place(where)}{which}", "", head, "", *rows]
     lines += staleness.footnote(changed, where, kernels)
     missing = absent(result)
     if missing:
@@ -55,8 +55,6 @@ def subject(row: Any) -> tuple[str, ...]:
     """What the protocols of one line have in common: what, backend, direction, unit, dW, reserved SMs."""
     if row.kind == "ceiling":
         return (f"{row.name}: {row.what}", "-", "-", row.unit, "-", "-")
-    if row.kind == "stage":
-        return (f"staging {row.form}, T {row.tokens}, H {row.hidden}", "-", "-", "GB/s", "-", "-")
     what, direction = layer_name(row), way_name(row.direction)
     if row.kind == "peer":
         return (what, row.peer, direction, "TF/s", "-", "-")
@@ -77,9 +75,7 @@ def alone(rows: list) -> str:
 
 
 def rate(row: Any) -> float:
-    return getattr(
-        row, {"ceiling": "rate", "stage": "gb_per_s", "layer": "tflops", "peer": "tflops"}[row.kind]
-    )
+    return row.rate if row.kind == "ceiling" else row.tflops
 
 
 def percent(row: Any) -> str:

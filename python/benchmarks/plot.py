@@ -1,19 +1,15 @@
-"""docs/benchmarks.png: TF/s of the layer by backend, alongside the product's ceiling of the same run and protocol.
-
-Of each shape the most tokens, evenly routed, on all SMs: the other rows would leave no room for their names.
-"""
+"""docs/benchmarks.png: latency of the layer by implementation, from the figures of summary.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib as mpl
+import summary
+from cells import number, place
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-SHADES = {"burst": 1.0, "sustained": 0.5}
-DASHES = {"burst": "-", "sustained": "--"}
-DIRECTIONS = ("forward", "backward", "forward_backward")
-CEILING_COLORS = ("0.1", "0.6")
+COLORS = dict(zip(summary.IMPLEMENTATIONS, ("#9aa5b1", "#e0a030", "#3b75b5", "#2f7d4f"), strict=True))
 
 
 def draw(results: list, path: Path, stamp: str) -> None:
@@ -23,89 +19,40 @@ def draw(results: list, path: Path, stamp: str) -> None:
 
 
 def figure_of(results: list) -> Figure:
-    """One panel per result, with the same colours in all and one legend alongside them."""
-    layers = [shown_rows(result) for result in results]
-    names = dict.fromkeys(implementation(row) for layer in layers for row in layer)
-    colors = dict(zip(names, mpl.color_sequences["tab10"] * len(names)))
-    figure = Figure(figsize=(12, 0.6 + 3.6 * len(results)), layout="constrained")
-    for panel, result, layer in zip(figure.subplots(len(results), 1, squeeze=False).flat, results, layers):
-        draw_result(panel, result, layer, colors)
+    """A row of panels for each machine, a column for each shape; one colour per implementation in all of them."""
+    panels = list(summary.panels(results))
+    places = list(dict.fromkeys(place(panel.environment) for panel in panels))
+    shapes = list(dict.fromkeys(panel.shape for panel in panels))
+    size = max(1, len(places)), max(1, len(shapes))
+    figure = Figure(figsize=(3.2 + 3.6 * size[1], 0.5 + 2.7 * size[0]), layout="constrained")
+    axes = figure.subplots(*size, squeeze=False)
+    for one in axes.flat:
+        one.set_axis_off()
+    for panel in panels:
+        one = axes[places.index(place(panel.environment))][shapes.index(panel.shape)]
+        one.set_axis_on()
+        draw_panel(one, panel)
     entries = {
-        label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels())
+        label: handle for one in figure.axes for handle, label in zip(*one.get_legend_handles_labels())
     }
-    figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize=7)
+    order = [name for name in summary.IMPLEMENTATIONS if name in entries]
+    figure.legend([entries[name] for name in order], order, loc="outside right center", frameon=False)
     return figure
 
 
-def shown_rows(result) -> list:
-    """Measured rows of the layer, evenly routed, on all SMs, with the most tokens of their shape."""
-    layer = [
-        row
-        for row in result.rows
-        if row.kind == "layer"
-        and row.outcome.status == "measured"
-        and row.skew is None
-        and not row.reserved_sms
-    ]
-    most = {
-        shape: max(row.tokens for row in layer if row.shape == shape) for shape in {r.shape for r in layer}
-    }
-    return [row for row in layer if row.tokens == most[row.shape]]
-
-
-def draw_result(panel, result, layer: list, colors: dict) -> None:
-    where = result.environment
-    shapes = list(dict.fromkeys(row.shape for row in layer))
-    groups = sorted(
-        {group_of(row) for row in layer}, key=lambda g: (shapes.index(g[0]), DIRECTIONS.index(g[2]))
-    )
-    own = {(implementation(row), row.outcome.timing.protocol) for row in layer}
-    series = [(name, protocol) for name in colors for protocol in SHADES if (name, protocol) in own]
-    width = 0.8 / max(1, len(series))
-    for index, (name, protocol) in enumerate(series):
-        bars = {
-            group_of(row): row.tflops
-            for row in layer
-            if (implementation(row), row.outcome.timing.protocol) == (name, protocol)
-        }
-        places = [groups.index(group) + (index - (len(series) - 1) / 2) * width for group in bars]
-        panel.bar(
-            places,
-            list(bars.values()),
-            width,
-            color=colors[name],
-            alpha=SHADES[protocol],
-            label=f"{name}, {protocol}",
-        )
-    ceilings = [
-        row for row in result.rows if row.kind == "ceiling" and row.rate is not None and row.unit == "TF/s"
-    ]
-    of_name = dict(zip(dict.fromkeys(row.name for row in ceilings), CEILING_COLORS * len(ceilings)))
-    for row in ceilings:
-        protocol = row.outcome.timing.protocol
-        panel.axhline(
-            row.rate,
-            color=of_name[row.name],
-            linewidth=1.2,
-            linestyle=DASHES[protocol],
-            label=f"{row.name}, {protocol}",
-        )
-    panel.set_xticks(
-        range(len(groups)),
-        [f"{shape}, T {tokens}\n{way.replace('_', '+')}" for shape, tokens, way in groups],
-        fontsize=7,
-    )
-    panel.set_xlim(-0.5, len(groups) - 0.5)
-    panel.set_ylabel("TF/s")
-    ranks = "" if where.num_ranks == 1 else f" x {where.num_ranks}"
-    panel.set_title(f"{where.device}{ranks}, {where.date[:10]}, torch {where.torch}", fontsize=9)
-
-
-def group_of(row) -> tuple[str, int, str]:
-    """The bars that stand side by side."""
-    return row.shape, row.tokens, row.direction
-
-
-def implementation(row) -> str:
-    """Backend with its precision: what has one colour."""
-    return f"{row.backend} {row.numerics}"
+def draw_panel(axes: Axes, panel: summary.Panel) -> None:
+    shown = [name for name in summary.IMPLEMENTATIONS if panel.rows[name]]
+    centers, edge = [], 0.0
+    for way in summary.DIRECTIONS:
+        # Bars stand without gaps for what was not measured in this direction.
+        bars = [(name, ms) for name in shown if (ms := panel.milliseconds(name, way)) is not None]
+        for at, (name, ms) in enumerate(bars):
+            drawn = axes.bar(edge + at, ms, 0.9, color=COLORS[name], label=name)
+            axes.bar_label(drawn, [number(ms)], fontsize=8)
+        centers.append(edge + (len(bars) - 1) / 2)
+        edge += len(bars) + 0.8
+    axes.set_xticks(centers, summary.DIRECTIONS)
+    axes.set_ylabel("ms per call")
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{panel.shape}, {place(panel.environment)}, {panel.tokens} tokens per GPU", fontsize=9)

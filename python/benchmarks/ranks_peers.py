@@ -1,11 +1,13 @@
-"""What the scripts of other implementations print, as rows: they are run as they are."""
+"""What the scripts of other implementations print, as rows. The scripts are run as they are."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from ranks_plan import shapes
-from report import schema
+from report import ROOT, load, schema
+
+shapes = load(ROOT / "python/mega_moe/bench/shapes.py")
 
 PROTOCOL = "its own"
 BASELINE_NAME, FP8_NAME = "torch grouped + all-to-all", "deep_gemm fp8_mega_moe"
@@ -44,6 +46,19 @@ def fp8_rows(text: str, tokens: int, num_ranks: int) -> list:
     for found in _FAILED.finditer(text):
         reason = found["reason"][:300]
         rows.append(absent(FP8_NAME, found["shape"], tokens, num_ranks, "fp8", "failed", reason))
+    return rows
+
+
+SCRIPTS = {"baseline_grouped.py": baseline_rows, "peer_deep_gemm_fp8.py": fp8_rows}
+
+
+def read(folder: Path, tokens: int, num_ranks: int) -> list:
+    """Rows of the logs that ranks.py left of these scripts."""
+    rows = []
+    for script, rows_of in SCRIPTS.items():
+        log = folder / f"peer-{script}-{tokens}.log"
+        if log.is_file():
+            rows += rows_of(log.read_text(errors="replace"), tokens, num_ranks)
     return rows
 
 

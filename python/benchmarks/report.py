@@ -3,9 +3,10 @@
     python python/benchmarks/report.py           rewrites all three
     python python/benchmarks/report.py --check   exits 1 when one is not what it would write
 
-README gets a line for each layer, docs/benchmarks.md every row. The newest result of each device and number of ranks
-counts, and docs/benchmarks.md has what lies in results/more behind them; those of `mega-moe bench step` lie in
-results/steps, and the newest of each model, device and number of ranks counts. A row is stale when a kernel that it
+README gets the chart and a short table, docs/benchmarks.md a line for each layer, training steps and every row. The
+newest result of each device and number of ranks counts, and docs/benchmarks.md has what lies in results/more behind
+them; those of `mega-moe bench step` lie in results/steps, and the newest of each model, device and number of ranks
+counts. A row is stale when a kernel that it
 launches has changed since it was measured: see staleness.py. Needs a wheel of the present kernels, in dist/ or
 installed, and the standard library alone, for Python 3.10 tomli too, and matplotlib to draw.
 """
@@ -30,6 +31,7 @@ import compact_table
 import full_table
 import staleness
 import step_table
+import summary
 
 del sys.path[0]
 
@@ -40,14 +42,13 @@ NONE_YET = (
     "No figures yet: `python/benchmarks/run.py` measures them on a GPU, `mega-moe bench` on your own machine."
 )
 INTRODUCTION = (
-    "Milliseconds of one call of the layer by `fused`, or by the backend that is named, for T tokens on each GPU, "
-    "burst / sustained: right after a pause / back to back. Every row, and how to make your own: "
-    "[docs/benchmarks.md](docs/benchmarks.md)."
+    "Latency per layer call (ms), `fused` unless noted, T tokens per GPU, burst / sustained: right after a pause / "
+    "back to back."
 )
 LEGEND = (
-    "Of ceiling: the time that the products take at this machine's rate for one large product, over the time of the "
-    "call. Vs: how many times as fast as the other one, where `grouped` is torch's grouped products and all-to-all. "
-    "Both are of one run, and of forward and backward together unless they say otherwise."
+    "Of ceiling: the time that the layer's GEMMs take at this machine's rate for one large GEMM, over the time of the "
+    "call. Vs: speed-up over the other one, where `grouped` is torch grouped GEMM + all-to-all. Both are of one run, "
+    "and of forward and backward together unless noted."
 )
 PUBLISHED_ON = (8, "NVIDIA H200")
 PUBLISHED = (
@@ -85,7 +86,7 @@ def newest_steps(folder: Path) -> list:
     """The newest step result of each device, number of ranks and model; every file must be readable."""
     latest: dict[tuple[str, int, str], Any] = {}
     for path in sorted(folder.glob("*.json")):
-        result = schema.read_steps(path)
+        result = schema.read(path, schema.StepResult)
         for model in sorted({row.model for row in result.rows}):
             key = (result.environment.device, result.environment.num_ranks, model)
             if key not in latest or latest[key].environment.date < result.environment.date:
@@ -97,24 +98,36 @@ def newest_steps(folder: Path) -> list:
     return found
 
 
-def report(results: list, kernels: Any, steps: Sequence = ()) -> str:
+def report(results: list, kernels: Any) -> str:
     """What stands between README's markers."""
+    table = summary.section(results, kernels)
+    if table is None:
+        return NONE_YET
+    caption, rest = table.split("\n\n", 1)
+    return f"![Latency per layer call]({PLOT})\n\n{wrapped(caption)}\n\n{rest}"
+
+
+def layer_report(results: list, kernels: Any) -> list[str]:
+    """A line for each layer, alongside what else was measured."""
     tables = [
         table + published(result, "\n\n")
         for result in results
         if (table := compact_table.section(result, kernels)) is not None
     ]
     legend = wrapped(f"{LEGEND} {shapes(results)}")
-    sections = [wrapped(INTRODUCTION), *tables, legend] if tables else []
-    sections += [step_table.section(result, kernels) for result in steps]
-    return "\n\n".join(sections) or NONE_YET
+    return ["### By layer", wrapped(INTRODUCTION), *tables, legend] if tables else []
 
 
-def full_report(results: list, kernels: Any, more: Sequence = ()) -> str:
+def full_report(results: list, kernels: Any, steps: Sequence = (), more: Sequence = ()) -> str:
     """What stands between the markers of docs/benchmarks.md. ``more``: results that tell what the newest leave out."""
-    sections = [full_table.section(result, kernels) + published(result, "\n\n") for result in results]
+    sections = layer_report(results, kernels)
+    if steps:
+        sections += ["### Training steps", *(step_table.section(result, kernels) for result in steps)]
+    sections += [full_table.section(result, kernels) for result in results]
     sections += [full_table.section(result, kernels, ", a run of its own") for result in more]
-    return "\n\n".join([f"![TF/s of the layer by backend]({PLOT.name})", *sections]) if sections else NONE_YET
+    if any(summary.panels(results)):
+        sections.insert(0, f"![Latency per layer call]({PLOT.name})")
+    return "\n\n".join(sections) or NONE_YET
 
 
 def published(result: Any, before: str) -> str:
@@ -161,7 +174,7 @@ def documents(
     root: Path, results: list, kernels: Any, steps: Sequence = (), more: Sequence = ()
 ) -> dict[Path, tuple[str, str]]:
     """What lies in each document and what should lie there."""
-    texts = {README: report(results, kernels, steps), FULL: full_report(results, kernels, more)}
+    texts = {README: report(results, kernels), FULL: full_report(results, kernels, steps, more)}
     found = {name: (root / name).read_text(encoding="utf-8") for name in texts}
     return {name: (found[name], with_report(found[name], text, name)) for name, text in texts.items()}
 
@@ -192,12 +205,12 @@ def faults(root: Path, results: list, kernels: Any, steps: Sequence = (), more: 
         for name, (present, wanted) in documents(root, results, kernels, steps, more).items()
         if present != wanted
     ]
-    plot = root / PLOT
-    if results and not plot.is_file():
+    plot, wanted = root / PLOT, any(summary.panels(results))
+    if wanted and not plot.is_file():
         found.append(f"{PLOT}: missing, though there are results")
-    elif results and stamp_of(plot) != plot_stamp(results):
+    elif wanted and stamp_of(plot) != plot_stamp(results):
         found.append(f"{PLOT}: drawn from other results")
-    elif not results and plot.is_file():
+    elif not wanted and plot.is_file():
         found.append(f"{PLOT}: no result stands behind it")
     return found
 
@@ -206,7 +219,7 @@ def write(root: Path, results: list, kernels: Any, steps: Sequence = (), more: S
     for name, (_, wanted) in documents(root, results, kernels, steps, more).items():
         (root / name).write_text(wanted, encoding="utf-8")
     plot = root / PLOT
-    if results:
+    if any(summary.panels(results)):
         load(Path(__file__).with_name("plot.py")).draw(results, plot, plot_stamp(results))
     else:
         plot.unlink(missing_ok=True)

@@ -99,25 +99,19 @@ def launched(row: Any, on_gpu: bool) -> tuple[Kernel, ...]:
     """The kernels of ours that the calls of a row launch."""
     if row.kind in {"ceiling", "peer"} or not on_gpu:
         return ()
-    if row.kind == "stage":
-        return (("stage", row.form),)
     forward, backward = PRECISIONS.get(row.precision, (row.precision, row.precision))
     direction = "forward_backward" if row.kind == "step" else row.direction
-    if row.backend == "fused":
-        # Each direction routes and stages within its one kernel.
-        both = {"forward": ("forward", forward), "backward": ("backward", backward)}
-        if row.kind == "layer" and row.dw_precision == "fp8":
-            both["backward"] = ("backward_fp8_wgrad", backward)
-        kernels = tuple(kernel for name, kernel in both.items() if name in direction)
-        # In fp8 a call makes its copies of the weights.
-        quantizes = any(precision == "fp8" for _, precision in kernels)
-        return (*kernels, ("quantize_weights", "fp8")) if quantizes else kernels
-    # The plain backends bring x, ids and weights into the buffer by the staging kernel, other dtypes by torch. Only
-    # the forward of fp8 stages codes.
-    if row.kind == "layer" and row.dtype != "bfloat16":
+    # The plain backends launch kernels of torch alone.
+    if row.backend != "fused":
         return ()
-    forms = {"forward": "fp8" if row.precision == "fp8" else "bf16", "backward": "bf16"}
-    return tuple(dict.fromkeys(("stage", form) for name, form in forms.items() if name in direction))
+    # Each direction routes within its one kernel.
+    both = {"forward": ("forward", forward), "backward": ("backward", backward)}
+    if row.kind == "layer" and row.dw_precision == "fp8":
+        both["backward"] = ("backward_fp8_wgrad", backward)
+    kernels = tuple(kernel for name, kernel in both.items() if name in direction)
+    # In fp8 a call makes its copies of the weights.
+    quantizes = any(precision == "fp8" for _, precision in kernels)
+    return (*kernels, ("quantize_weights", "fp8")) if quantizes else kernels
 
 
 def changed(row: Any, where: Any, kernels: Kernels) -> tuple[str, ...]:
@@ -137,8 +131,8 @@ def changed(row: Any, where: Any, kernels: Kernels) -> tuple[str, ...]:
             found += [name for name in known if where.code[name] != kernels.code[name]]
         elif gone:
             found += gone  # one of them may have been it
-        elif row.kind == "stage" or row.backend == "fused":
-            found += names  # the wheel of the result had none; the plain backends then staged by torch
+        else:
+            found += names  # the wheel of the result had none
     return tuple(dict.fromkeys(found))
 
 

@@ -64,9 +64,9 @@ def parser() -> argparse.ArgumentParser:
         "--trace",
         type=Path,
         metavar="OUT",
-        help="instead of timing, record what every role of a fused kernel does in one call: print a summary, write "
-        "OUT.json for Perfetto and draw OUT.png; takes --tokens, --virtual-ranks, one --shape, one --precision and one "
-        "--direction, forward (default) or backward",
+        help="instead of timing, record what every role of a fused kernel does in one call: print a summary and write "
+        "OUT.json for Perfetto; takes --tokens, --virtual-ranks, one --shape, one --precision and one --direction, "
+        "forward (default) or backward",
     )
     add(
         "--virtual-ranks",
@@ -91,7 +91,8 @@ def main(argv: list[str]) -> int:
     try:
         with joined(words.device) as context:
             if words.trace is not None:
-                return trace.run(_trace_options(words), trace.Files.of(words.trace), context)
+                trace.run(_trace_options(words), words.trace, context)
+                return 0
             options = _options(words, context.device.type)
             first = context.rank == 0
             refused = list(_refusals(options, context))

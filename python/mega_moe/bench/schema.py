@@ -11,14 +11,15 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 SCHEMA_VERSION = 1
 
-_Any = TypeVar("_Any")
+_REMOVED_KINDS = {"stage"}
+"""Rows of older results that nothing measures any more; they are skipped."""
 
 Status = Literal["measured", "refused", "failed"]
 """refused: the machine or the library cannot do it and says why; failed: it ran and was wrong or broke."""
@@ -94,26 +95,6 @@ class CeilingRow:
 
     def __post_init__(self) -> None:
         _require_rate("rate", self.rate, self.outcome)
-
-
-@dataclass(frozen=True)
-class StageRow:
-    """The staging operation: x, ids and weights copied into a rank's buffer; the fp8 form quantizes x."""
-
-    kind: Literal["stage"]
-    form: Literal["bf16", "fp8"]
-    tokens: int
-    hidden: int
-    top_k: int
-    bytes_per_call: int
-    """Bytes read plus bytes written."""
-    gb_per_s: float | None
-    percent_of_ceiling: float | None
-    """Of the device copy in the same protocol; null also where that was not measured."""
-    outcome: Outcome
-
-    def __post_init__(self) -> None:
-        _require_rate("gb_per_s", self.gb_per_s, self.outcome)
 
 
 @dataclass(frozen=True)
@@ -215,7 +196,7 @@ def _require_rate(field: str, rate: float | None, outcome: Outcome) -> None:
         _require(rate is None, field, rate, f"null on a {outcome.status} row")
 
 
-Row = CeilingRow | StageRow | LayerRow | PeerRow
+Row = CeilingRow | LayerRow | PeerRow
 
 
 @dataclass(frozen=True)
@@ -320,21 +301,13 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(Result):
     """One run of `mega-moe bench step`."""
 
-    schema_version: int
-    environment: Environment
-    arguments: tuple[str, ...]
-    rows: tuple[StepRow, ...]
-
-    def __post_init__(self) -> None:
-        _require(
-            self.schema_version == SCHEMA_VERSION, "schema_version", self.schema_version, str(SCHEMA_VERSION)
-        )
+    rows: tuple[StepRow, ...]  # type: ignore[assignment]
 
 
-def dumps(result: Result | StepResult) -> str:
+def dumps(result: Result) -> str:
     """The result as JSON text with a final newline."""
     return json.dumps(plain(result), indent=1, allow_nan=False) + "\n"
 
@@ -351,92 +324,71 @@ def plain(value: Any) -> Any:
     return {field.name: plain(got) for field, got in fields if got is not None or field.default is not None}
 
 
-def loads(text: str) -> Result:
-    """Reads what `dumps` wrote of a `Result`. Raises SchemaError that names the field for anything else."""
-    result = _loads(text, Result)
-    assert isinstance(result, Result)
-    return result
-
-
-def loads_steps(text: str) -> StepResult:
-    """Reads what `dumps` wrote of a `StepResult`. Raises SchemaError that names the field for anything else."""
-    result = _loads(text, StepResult)
-    assert isinstance(result, StepResult)
-    return result
-
-
-def read(path: Path) -> Result:
-    """Reads a result file. Raises SchemaError that names the file and the field."""
-    return _named(path, loads)
-
-
-def read_steps(path: Path) -> StepResult:
-    """As `read`, of `mega-moe bench step`."""
-    return _named(path, loads_steps)
-
-
-def _named(path: Path, read_text: Callable[[str], _Any]) -> _Any:
+def read(path: Path, kind: type[Result | StepResult] = Result) -> Any:
+    """Reads a result file as `kind`. Raises SchemaError that names the file and the field."""
     try:
-        return read_text(path.read_text(encoding="utf-8"))
+        return loads(path.read_text(encoding="utf-8"), kind)
     except SchemaError as error:
         raise SchemaError(f"{path.name}: {error}") from error
 
 
-def _loads(text: str, kind: type) -> Any:
+def loads(text: str, kind: type[Result | StepResult] = Result) -> Any:
+    """Reads what `dumps` wrote of a `kind`. Raises SchemaError that names the field for anything else."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise SchemaError(
             f"result: got text that is not JSON ({error}), wanted a benchmark result"
         ) from error
+    if isinstance(data, dict) and isinstance(data.get("rows"), list):
+        data["rows"] = [row for row in data["rows"] if not _is_removed(row)]
     return _decode(kind, data, "result")
 
 
+def _is_removed(row: Any) -> bool:
+    return isinstance(row, dict) and row.get("kind") in _REMOVED_KINDS
+
+
 def _decode(kind: Any, value: Any, where: str) -> Any:
+    """A value of JSON as what an annotation says."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(arguments, value, where)
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(kind, value, where)
-    if origin is Literal:
-        _require(value in arguments, where, value, " or ".join(repr(argument) for argument in arguments))
-        return value
+        return _decode_fields(kind, value, where)
     if origin is tuple:
         _require(isinstance(value, list), where, value, "a list")
         return tuple(_decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin is Mapping:
         _require(isinstance(value, dict), where, value, "an object")
         return {name: _decode(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
-    if origin in (typing.Union, types.UnionType):
-        return _decode_union(arguments, value, where)
-    if kind is float:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        _require(number and math.isfinite(value), where, value, "a finite number")
+    if origin is Literal:
+        _require(value in arguments, where, value, " or ".join(map(repr, arguments)))
+        return value
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
-    _require(isinstance(value, kind) and not isinstance(value, bool), where, value, kind.__name__)
+    _require(type(value) is kind, where, value, "a finite number" if kind is float else kind.__name__)
     return value
 
 
-def _decode_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
-    members = [member for member in arguments if member is not type(None)]
-    if len(members) < len(arguments) and value is None:
-        return None
-    if len(members) == 1:
-        return _decode(members[0], value, where)
+def _decode_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Of dataclasses by their `kind`, else of one type and None."""
+    if type(None) in members:
+        return None if value is None else _decode(members[0], value, where)
     kinds = {typing.get_args(typing.get_type_hints(member)["kind"])[0]: member for member in members}
     kind = value.get("kind") if isinstance(value, dict) else None
-    _require(kind in kinds, f"{where}.kind", kind, " or ".join(repr(name) for name in kinds))
+    _require(kind in kinds, f"{where}.kind", kind, " or ".join(map(repr, kinds)))
     return _decode(kinds[kind], value, where)
 
 
-def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
+def _decode_fields(kind: Any, value: Any, where: str) -> Any:
     _require(isinstance(value, dict), where, value, f"an object for {kind.__name__}")
     hints = typing.get_type_hints(kind)
     optional = {field.name for field in dataclasses.fields(kind) if field.default is None}
     missing, unknown = sorted(set(hints) - set(value) - optional), sorted(set(value) - set(hints))
     _require(not missing, where, value.keys(), f"also {', '.join(missing)}")
     _require(not unknown, where, unknown, f"only the fields of {kind.__name__}")
-    decoded = {
-        name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items() if name in value
-    }
+    decoded = {name: _decode(hints[name], value[name], f"{where}.{name}") for name in value}
     try:
         return kind(**decoded)
     except SchemaError as error:

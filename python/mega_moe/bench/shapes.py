@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-PARTS = ("ceilings", "stage", "layer")
+PARTS = ("ceilings", "layer")
 """What one run measures."""
 
 DIRECTIONS = ("forward", "backward", "forward_backward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from mega_moe.bench.schema import CeilingRow, LayerRow, Outcome, PeerRow, Result, Row, StageRow
+from mega_moe.bench.schema import CeilingRow, LayerRow, Outcome, PeerRow, Result, Row
 
 _HEADER = (
     "what",
@@ -20,7 +20,6 @@ _HEADER = (
     "reserved SMs",
     "peak",
 )
-_NUMERIC = frozenset({"ms", "rate", "of ceiling", "MHz", "peak"})
 
 
 def render(result: Result) -> str:
@@ -37,7 +36,7 @@ def render(result: Result) -> str:
         "",
     ]
     measured = [row for row in result.rows if row.outcome.status == "measured"]
-    lines += _columns([_HEADER, *(_cells(row) for row in measured)])
+    lines += columns([_HEADER, *(_cells(row) for row in measured)], left=4)
     lines += _notes(result)
     for row in result.rows:
         if row.outcome.status != "measured":
@@ -58,17 +57,17 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(_HEADER))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if name in _NUMERIC else cell.ljust(width)
-            for name, cell, width in zip(_HEADER, row, widths)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
+def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Rows as aligned lines, the first underlined: `left` columns to the left, the others to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -90,9 +89,6 @@ def _cells(row: Row) -> tuple[str, ...]:
             "-",
             "-",
         )
-    if isinstance(row, StageRow):
-        rate, percent = _rate(row.gb_per_s, "GB/s"), _percent(row.percent_of_ceiling)
-        return (_subject(row), "-", "-", protocol, milliseconds, rate, percent, mhz, "-", "-", "-")
     if isinstance(row, PeerRow):
         named, rate = f"{row.shape} T={row.tokens} {row.precision}", _rate(row.tflops, "TF/s")
         return (named, row.peer, row.direction, protocol, milliseconds, rate, "-", mhz, "-", "-", "-")
@@ -130,8 +126,6 @@ def _layer(row: LayerRow) -> str:
 def _subject(row: Row) -> str:
     if isinstance(row, CeilingRow):
         return row.name
-    if isinstance(row, StageRow):
-        return f"stage {row.form} T={row.tokens} H={row.hidden}"
     if isinstance(row, PeerRow):
         return f"{row.shape} T={row.tokens} {row.precision}: {row.peer}"
     direction = "" if row.direction == "all" else f" {row.direction}"

@@ -1,14 +1,121 @@
-"""The events of one device, read from the arrays that its ranks' kernels wrote."""
+"""What the tracing kernel records: the table of event kinds, and the events of one device read from its ranks' arrays.
+
+Everything that reads, sums up or checks a trace goes by the table; a new kind is a new row of it.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mega_moe.bench.trace_kinds import CHUNK, EXPERT, INDEX, KIND, KINDS, ROLES, WORDS, Field, Kind, State
+ROLES = ("load", "math 0", "math 1", "pull", "push")
+"""Names of a CTA's lanes, by the second index of the trace."""
+
+WORDS = 3
+"""int64 words of a row: code, start and end in ns of %globaltimer."""
+
+
+class State(enum.Enum):
+    """What a role does during an event."""
+
+    WAIT = "waiting"
+    COPY = "copying"
+    GEMM = "GEMM"
+    EPILOGUE = "epilogue"
+    SETUP = "routing"
+
+
+TILE, ENTRY = "tile", "entry"
+"""What the index of a code is: row and column block of a tile, or an entry of a list of tokens."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row of the table. ``part`` is the piece of work, shared by its waits, loads, GEMMs and epilogue."""
+
+    number: int
+    label: str  # as the timeline names it
+    part: str
+    state: State
+    index: str | None = None
+    after: int = 0
+    """The kind that must have ended before, for all tiles of some rows.
+
+    In the forward this is a constraint on GEMMs, whose wait is an event of its own. The backward's GEMM events begin
+    with that wait, so there it constrains the loads that begin when the inputs are there.
+    """
+    rows: str = "block"
+    """Which rows `after` means: the same block, both blocks of a tile, or all of the expert in the chunk."""
+
+
+_TABLE = (
+    Kind(1, "wait for gate/up inputs", "gate/up", State.WAIT, TILE),
+    Kind(2, "wait for down inputs", "down", State.WAIT, TILE),
+    Kind(3, "load gate/up", "gate/up", State.COPY, TILE),
+    Kind(4, "load down", "down", State.COPY, TILE),
+    Kind(5, "wait for tile", "tile", State.WAIT, TILE),
+    Kind(6, "gate/up", "gate/up", State.GEMM, TILE),
+    Kind(7, "down", "down", State.GEMM, TILE, after=8),
+    Kind(8, "epilogue gate/up", "gate/up", State.EPILOGUE, TILE),
+    Kind(9, "epilogue down", "down", State.EPILOGUE, TILE),
+    Kind(10, "wait to pull", "pull", State.WAIT, ENTRY),
+    Kind(11, "pull", "pull", State.COPY, ENTRY),
+    Kind(12, "wait to push", "push", State.WAIT, ENTRY),
+    Kind(13, "push", "push", State.COPY, ENTRY),
+    Kind(14, "wait for owner sum", "owner sum", State.WAIT, ENTRY),
+    Kind(15, "owner sum", "owner sum", State.COPY, ENTRY),
+    Kind(16, "routing", "routing", State.SETUP),
+    Kind(17, "first rows", "first rows", State.SETUP),
+    Kind(18, "wait for dz inputs", "dz", State.WAIT, TILE),
+    Kind(19, "wait for dx inputs", "dx", State.WAIT, TILE),
+    Kind(20, "wait for wgrad inputs", "wgrad", State.WAIT, TILE),
+    Kind(21, "load dz", "dz", State.COPY, TILE),
+    Kind(22, "load dx", "dx", State.COPY, TILE, after=27, rows="tile"),
+    Kind(23, "load wgrad", "wgrad", State.COPY, TILE, after=27, rows="expert"),
+    Kind(24, "dz", "dz", State.GEMM, TILE),
+    Kind(25, "dx", "dx", State.GEMM, TILE),
+    Kind(26, "wgrad", "wgrad", State.GEMM, TILE),
+    Kind(27, "epilogue dz", "dz", State.EPILOGUE, TILE),
+    Kind(28, "epilogue dx", "dx", State.EPILOGUE, TILE),
+    Kind(29, "epilogue wgrad", "wgrad", State.EPILOGUE, TILE),
+)
+KINDS = {kind.number: kind for kind in _TABLE}
+
+TRAFFIC = ("pull", "push", "owner sum")
+"""Parts that move rows between ranks."""
+
+_KIND, _CHUNK, _EXPERT, _INDEX = (0, 8), (8, 16), (24, 16), (40, 24)  # shift and bits in a code
+_BLOCK_BITS, _COLUMN_BITS = 16, 8  # of the index of a tile
+
+
+def code(kind: int, chunk: int = 0, expert: int = 0, index: int = 0) -> int:
+    """The first word of a row as int64, whose sign bit belongs to the index."""
+    word = kind | chunk << _CHUNK[0] | expert << _EXPERT[0] | index << _INDEX[0]
+    return word - (1 << 64) if word >> 63 else word
+
+
+def tile(row_block: int, column: int) -> int:
+    """The index of a tile."""
+    return row_block | column << _BLOCK_BITS
+
+
+def row_block(index: int) -> int:
+    """The row block of a tile's index."""
+    return index & ((1 << _BLOCK_BITS) - 1)
+
+
+def event_name(kind: Kind, expert: int, index: int) -> str:
+    """As the timeline names an event, such as ``gate/up e12 m3 n5`` or ``pull entry 345``."""
+    if kind.index is None:
+        return kind.label
+    if kind.index == ENTRY:
+        return f"{kind.label} entry {index}"
+    column = index >> _BLOCK_BITS & ((1 << _COLUMN_BITS) - 1)
+    return f"{kind.label} e{expert} m{row_block(index)} n{column}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +181,7 @@ def read(arrays: Sequence[Tensor]) -> Trace:
         columns.append(torch.cat((torch.stack((number[cta], role), 1), rows[used]), 1))
     table = torch.cat(columns) if columns else torch.empty(0, 2 + WORDS, dtype=torch.int64)
     cta, role, codes, start, end = table.unbind(1)
-    kind = bits(codes, KIND)
+    kind = _bits(codes, _KIND)
     valid = torch.isin(kind, torch.tensor(list(KINDS))) & (end >= start)
     order = torch.argsort(start[valid], stable=True)
     first = int(start[valid].min()) if len(order) else 0
@@ -86,9 +193,9 @@ def read(arrays: Sequence[Tensor]) -> Trace:
         cta=column(cta),
         role=column(role),
         kind=column(kind),
-        chunk=column(bits(codes, CHUNK)),
-        expert=column(bits(codes, EXPERT)),
-        index=column(bits(codes, INDEX)),
+        chunk=column(_bits(codes, _CHUNK)),
+        expert=column(_bits(codes, _EXPERT)),
+        index=column(_bits(codes, _INDEX)),
         start=column(start) - first,
         end=column(end) - first,
         ctas=tuple(ctas),
@@ -98,7 +205,6 @@ def read(arrays: Sequence[Tensor]) -> Trace:
     )
 
 
-def bits(words: Tensor, field: Field) -> Tensor:
-    """The field of each word."""
+def _bits(words: Tensor, field: tuple[int, int]) -> Tensor:
     # The shift carries the sign along; the mask takes it off again.
-    return words >> field.shift & field.mask
+    return words >> field[0] & ((1 << field[1]) - 1)

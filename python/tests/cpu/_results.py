@@ -13,7 +13,6 @@ from mega_moe.bench.schema import (
     Outcome,
     PeerRow,
     Result,
-    StageRow,
     Timing,
 )
 
@@ -82,7 +81,7 @@ def sample(**environment: Any) -> Result:
         CeilingRow(
             "ceiling", "peer pull", "256 MiB", "GB/s", 2.7e8, None, Outcome("refused", ("no peer",), None)
         ),
-        StageRow("stage", "fp8", 16384, 2048, 8, 10**8, 3900.0, 90.7, measured("burst", 2.6e-5)),
+        CeilingRow("ceiling", "device copy", "512 MiB", "GB/s", 1.1e9, 4200.0, measured("burst", 2.6e-4)),
         layer_row(measured("burst", 0.010)),
         layer_row(measured("sustained", 0.012), tflops=275.0, percent_of_ceiling=40.4),
         layer_row(refused, **nothing),

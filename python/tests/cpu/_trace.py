@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mega_moe.bench.trace_events import Trace, read
-from mega_moe.bench.trace_kinds import ROLES, code, tile
+from mega_moe.bench.trace_events import ROLES, Trace, code, read, tile
 
 LOAD, MATH_0, MATH_1, PULL, PUSH = range(len(ROLES))
 T0 = 1_700_000_000_000_000_000  # ns, as %globaltimer counts
@@ -53,7 +52,7 @@ COLUMNS = {"gate/up": range(1), "down": range(2)}
 
 
 def schedule(*, down: int = 400, columns: Sequence[int] = (0, 1), second_epilogue: int = 390) -> Trace:
-    """Row blocks 2 and 3 of expert 0; the down products begin ``down`` ns after the first event."""
+    """Row blocks 2 and 3 of expert 0; the down GEMMs begin ``down`` ns after the first event."""
     gate_up = [(code(6, 0, 0, tile(block, 0)), 100 * (block - 2), 100 * (block - 1)) for block in (2, 3)]
     epilogues = [(code(8, 0, 0, tile(2, 0)), 100, 250), (code(8, 0, 0, tile(3, 0)), 200, second_epilogue)]
     tiles = [(block, column) for block in (2, 3) for column in columns]

@@ -1,4 +1,4 @@
-"""README's lines, from planted results whose every figure is known."""
+"""The lines by layer of docs/benchmarks.md, from planted results whose every figure is known."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from ._results import layer_row, measured, sample
 ROOT = Path(__file__).resolve().parents[3]
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward_backward"
 HEAD = "| layer | forward ms | backward ms | forward+backward ms | of ceiling |"
-CODE = {"sm90_bf16_forward": "f", "sm90_bf16_backward": "b", "sm90_bf16_stage": "5"}
+CODE = {"sm90_bf16_forward": "f", "sm90_bf16_backward": "b"}
 KERNELS = {
     ("forward", "bf16"): ("sm90_bf16_forward",),
     ("backward", "bf16"): ("sm90_bf16_backward",),
-    ("stage", "bf16"): ("sm90_bf16_stage",),
 }
 
 
@@ -56,10 +55,10 @@ def result(*groups: Any, **environment: Any) -> Result:
 
 
 def lines(report: Any, *results: Result, changed: tuple[str, ...] = ()) -> list[str]:
-    """README's text by lines, where the code of some kernels is another than that which was measured."""
+    """The lines by layer, where the code of some kernels is another than that which was measured."""
     code = {name: ("e" if name in changed else digest) * 64 for name, digest in CODE.items()}
-    text: str = report.report(list(results), report.staleness.Kernels("b" * 64, code, KERNELS, "13.0.88"))
-    return text.splitlines()
+    kernels = report.staleness.Kernels("b" * 64, code, KERNELS, "13.0.88")
+    return "\n\n".join(report.layer_report(list(results), kernels)).splitlines()
 
 
 def with_code() -> dict[str, Any]:
@@ -191,7 +190,7 @@ def test_peers_and_other_precisions_are_named(report: Any) -> None:
 
 
 def test_refusals_and_ceilings_make_no_line(report: Any) -> None:
-    assert lines(report, result(*sample().rows[:4])) == [report.NONE_YET]
+    assert lines(report, result(*sample().rows[:4])) == []
     refused = rows("fused", FORWARD, 2)[0]
     nothing = dict.fromkeys(("tflops", "flops", "flop_rule", "percent_of_ceiling"))
     refused = dataclasses.replace(refused, outcome=Outcome("refused", ("why",), None), **nothing)
@@ -225,7 +224,3 @@ def test_what_is_stale_is_marked_and_nothing_else(report: Any) -> None:
     stale = fresh.replace("6 (burst)", "6 (burst) (stale)")
     assert f"{stale} 50 % {burst} (stale) | 3.00x {burst} forward |" in told
     assert "stale: `sm90_bf16_backward` has changed since the rows so marked were measured." in told
-
-    # What it is compared with stages by that kernel; the fused ones do so within their own.
-    told = lines(report, measured_so, changed=("sm90_bf16_stage",))
-    assert f"{fresh} 50 % {burst} | 3.00x {burst} forward (stale) |" in told

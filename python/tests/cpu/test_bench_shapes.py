@@ -6,7 +6,6 @@ import pytest
 
 from mega_moe.bench.schema import Timing
 from mega_moe.bench.shapes import DIRECTIONS, SHAPES, Work, find_shape, layer_work
-from mega_moe.bench.stage import StageShape, stage_bytes
 
 
 def test_published_shapes() -> None:
@@ -80,13 +79,3 @@ def test_percent_of_ceiling_weighs_each_element_type() -> None:
     assert percent_of_ceiling(work, timing, rates) == pytest.approx(50.0)
     del rates["burst", "product bfloat16"]
     assert percent_of_ceiling(work, timing, rates) is None
-
-
-def test_staged_bytes_are_read_and_written() -> None:
-    shape = StageShape(tokens=16384, hidden=2048, top_k=8, num_experts=128)
-    slots = 16384 * 8
-    small = slots * (8 + 4) + slots * (
-        2 + 4
-    )  # int64 ids and fp32 weights read; uint16 ids and fp32 weights written
-    assert stage_bytes(shape, "bf16") == 16384 * 2048 * 4 + small
-    assert stage_bytes(shape, "fp8") == 16384 * (2048 * 3 + 2048 // 128 * 4) + small

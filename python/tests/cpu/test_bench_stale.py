@@ -37,7 +37,6 @@ class Row:
     backend: str = "fused"
     precision: str = "bf16"
     direction: str = "forward"
-    form: str = "bf16"
     dtype: str = "bfloat16"
     dw_precision: str | None = None
 
@@ -53,8 +52,6 @@ class Where:
 
 
 NAMES = {
-    ("stage", "bf16"): ("stage_bf16",),
-    ("stage", "fp8"): ("stage_fp8",),
     ("forward", "bf16"): ("forward_bf16",),
     ("forward", "fp8"): ("forward_fp8",),
     ("backward", "bf16"): ("backward_bf16",),
@@ -76,8 +73,6 @@ def stale_after(staleness: ModuleType, row: Row, *edited: str, **where: Any) -> 
 CASES = [
     (Row("ceiling"), ()),
     (Row("peer"), ()),
-    (Row("stage"), ("stage_bf16",)),
-    (Row("stage", form="fp8"), ("stage_fp8",)),
     (Row("layer"), ("forward_bf16",)),
     (Row("layer", direction="backward"), ("backward_bf16",)),
     (Row("layer", direction="forward_backward"), ("forward_bf16", "backward_bf16")),
@@ -93,14 +88,9 @@ CASES = [
     ),
     (Row("layer", precision="fp8", dw_precision="fp8"), ("forward_fp8", "quantize_weights")),
     (Row("step"), ("forward_bf16", "backward_bf16")),
-    *((Row("layer", name), ("stage_bf16",)) for name in PLAIN),
-    *((Row("layer", name, direction="forward_backward"), ("stage_bf16",)) for name in PLAIN),
-    *((Row("step", name), ("stage_bf16",)) for name in PLAIN),
-    (Row("layer", "reference", "fp8"), ("stage_fp8",)),
-    (Row("layer", "reference", "fp8", "backward"), ("stage_bf16",)),
-    (Row("layer", "reference", "fp8", "forward_backward"), ("stage_fp8", "stage_bf16")),
-    (Row("layer", "reference", "fp8_bwd"), ("stage_bf16",)),
-    (Row("layer", "reference", dtype="float32"), ()),
+    *((Row("layer", name), ()) for name in PLAIN),
+    *((Row("layer", name, "fp8", "forward_backward"), ()) for name in PLAIN),
+    *((Row("step", name), ()) for name in PLAIN),
 ]
 
 
@@ -129,10 +119,9 @@ def test_without_code_any_change_counts_for_the_rows_that_launch_kernels(
 @pytest.mark.parametrize(
     ("row", "lost", "told"),
     [
-        # The wheel had no kernel for it, so something else was measured; a plain backend staged by torch.
+        # The wheel had no kernel for it, so something else was measured.
         (Row("layer", direction="backward"), {"backward_bf16"}, ("backward_bf16",)),
         (Row("step"), {"backward_bf16"}, ("backward_bf16",)),
-        (Row("layer", "grouped"), {"stage_bf16"}, ()),
         (Row("layer"), {"backward_bf16"}, ()),
     ],
 )
@@ -150,7 +139,7 @@ def test_kernels_of_another_architecture_and_those_that_are_gone(staleness: Modu
     gone = staleness.Kernels("b", MEASURED, NAMES, "13.0.88")
     renamed = {name: digest for name, digest in MEASURED.items() if name != "forward_bf16"} | {"fwd": "x"}
     assert staleness.changed(Row("layer"), Where(renamed), gone) == ("fwd",)
-    assert staleness.changed(Row("stage"), Where(renamed), gone) == ()
+    assert staleness.changed(Row("layer", "grouped"), Where(renamed), gone) == ()
 
 
 def test_footnotes_name_what_changed(staleness: ModuleType) -> None:
@@ -177,7 +166,8 @@ def test_every_op_is_of_a_row_or_of_none(staleness: ModuleType) -> None:
     rows.append(Row(precision="fp8", dw_precision="fp8", **every))
     of_rows = {op for row in rows for op, _ in staleness.launched(row, True)}
     assert of_rows & staleness.UNMEASURED == set()
-    assert {op for op, _ in staleness.variants(ROOT / "kernels")} == of_rows | staleness.UNMEASURED
+    ops = {op for op, _ in staleness.variants(ROOT / "kernels")} - {"stage"}
+    assert ops == of_rows | staleness.UNMEASURED
     for precision in PRECISIONS:
         request = Request(8, 128, 2, 256, 128, precision)
         pair = staleness.PRECISIONS.get(precision, (precision, precision))

@@ -1,25 +1,19 @@
-"""Reading, summing up, writing, drawing and judging made-up traces of the fused forward."""
+"""Reading, summing up, writing and checking made-up traces of the fused forward."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from mega_moe.bench import trace_chrome, trace_draw
-from mega_moe.bench.trace_check import order_faults, tile_faults
-from mega_moe.bench.trace_events import Trace, read
-from mega_moe.bench.trace_kinds import KINDS, ROLES, Index, Kind, State, code, event_name, tile
-from mega_moe.bench.trace_spans import Spans
-from mega_moe.bench.trace_summary import edges_of, summarise
-from mega_moe.bench.trace_table import render
-from mega_moe.bench.trace_tiles import row_tiles
+from mega_moe.bench.trace_events import KINDS, ROLES, TILE, Kind, State, code, event_name, read, tile
+from mega_moe.bench.trace_output import chrome_events, summary, write_chrome
 
+from ..gpu._schedule import order_faults, row_tiles, tile_faults  # noqa: TID252
 from ._trace import COLUMNS, LOAD, MATH_0, MATH_1, PULL, PUSH, ROWS, SLOTS, array, schedule, two_tiles
 
 # --- reading
@@ -46,7 +40,7 @@ def test_rows_out_of_order_read_as_rows_in_order() -> None:
     ordered, other = (read([array({(0, PULL): some})]) for some in (rows, shuffled))
     assert ordered.start.tolist() == other.start.tolist() == [0, 100, 200, 300, 400, 500]
     assert ordered.index.tolist() == other.index.tolist()
-    assert summarise(ordered) == summarise(other)
+    assert summary(ordered) == summary(other)
 
 
 def test_every_field_of_a_code_comes_back_from_its_largest_value() -> None:
@@ -60,15 +54,15 @@ def test_a_lane_without_a_free_row_is_told() -> None:
     rows = [(code(11), at, at + 1) for at in range(8)]
     got = read([array({(0, PULL): rows[:7]}), array({(1, PULL): rows, (1, LOAD): [(code(16), 0, 1)]})])
     assert got.full_lanes == ((1, 1, PULL),)
-    assert "dropped events: unknown number in 1 full lanes" in render(summarise(got))
-    assert "dropped events: none" in render(summarise(read([array({(0, PULL): rows[:7]})])))
+    assert "dropped events: unknown number in 1 full lanes" in summary(got)
+    assert "dropped events: none" in summary(read([array({(0, PULL): rows[:7]})]))
 
 
 def test_rows_that_are_no_events_are_counted_and_left_out() -> None:
     rows = [(code(11), 10, 20), (code(11), 20, 10), (code(200), 10, 20), (code(11), 30, 30)]
     got = read([array({(0, PULL): rows})])
     assert (len(got), got.malformed) == (2, 2)
-    assert "malformed rows: 2" in render(summarise(got))
+    assert "malformed rows: 2" in summary(got)
 
 
 @pytest.mark.parametrize(
@@ -84,106 +78,74 @@ def test_an_array_of_another_form_is_refused(wrong: Tensor) -> None:
         read([wrong])
 
 
-# --- spans
-
-
-def test_spans_agree_with_counting_every_nanosecond() -> None:
-    made = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        start = torch.randint(0, 60, (7,), generator=made)
-        spans = Spans(start, start + torch.randint(0, 20, (7,), generator=made))
-        depth = torch.zeros(90, dtype=torch.int64)
-        for a, b in zip(spans.start.tolist(), spans.end.tolist()):
-            depth[a:b] += 1
-        assert spans.length() == int(depth.sum())
-        assert spans.union().length() == int((depth > 0).sum())
-        at = torch.arange(90)
-        assert torch.equal(spans.before(at), depth.cumsum(0) - depth)
-        others = Spans(at[:60], at[:60] + 13)
-        assert torch.equal(spans.within(others), depth.unfold(0, 13, 1)[:60].sum(1))
-
-
 # --- summary
 
 
+def line(text: str, start: str) -> list[str]:
+    """The words behind `start` of the first line that begins so."""
+    found = next(line for line in text.splitlines() if line.startswith(f"{start} "))
+    return found.removeprefix(start).split()
+
+
 def test_summary_of_nothing() -> None:
-    summary = summarise(read([array({})]))
-    assert (summary.kernel_us, summary.num_ctas, summary.num_events) == (0.0, 0, 0)
-    assert summary.products is None
-    assert summary.overlaps == ()
-    assert "no events" in render(summary)
+    head = "kernel 0.0 us, ranks 1, CTAs 0, events 0"
+    assert summary(read([array({})])) == f"{head}\ndropped events: none; malformed rows: 0\n"
 
 
 def test_summary_of_one_cta() -> None:
-    summary = summarise(read([two_tiles()]))
-    assert (summary.kernel_us, summary.num_ctas, summary.num_events) == (10.0, 1, 11)
-    shares = {share.role: share for share in summary.roles}
-    assert shares["load"].percent[State.SETUP] == pytest.approx(10)
-    assert shares["math 0"].percent == pytest.approx(
-        {State.WAIT: 10, State.COPY: 0, State.PRODUCTS: 30, State.EPILOGUE: 10, State.SETUP: 0}
-    )
-    assert shares["math 0"].untold == pytest.approx(50)
-    assert shares["push"].percent[State.WAIT] == pytest.approx(70)
-    assert shares["push"].percent[State.COPY] == pytest.approx(20)
-    products = summary.products
-    assert products is not None
-    assert (products.first_start, products.last_end, products.head, products.tail) == (2.0, 8.5, 2.0, 1.5)
-    assert products.busy_percent == pytest.approx(50)
-    assert products.deciles == pytest.approx((0, 0, 100, 100, 100, 0, 50, 100, 50, 0))
-    overlaps = {overlap.part: overlap for overlap in summary.overlaps}
-    assert set(overlaps) == {"pull", "push"}  # no owner sum was recorded
-    assert overlaps["pull"].device == pytest.approx(50)  # 2.0 to 2.5 of 1.5 to 2.5 us
-    assert overlaps["push"].device == pytest.approx(25)  # 8.0 to 8.5 of 8 to 10 us
-    counts = {times.kind.label: times.count for times in summary.kinds}
-    assert counts["wait for tile"] == 2
-    assert "push" in render(summary)
+    text = summary(read([two_tiles()]))
+    assert "kernel 10.0 us, ranks 1, CTAs 1, events 11" in text
+    # Waiting, copying, GEMM, epilogue, routing.
+    assert line(text, "load") == ["0.0", "0.0", "0.0", "0.0", "10.0"]
+    assert line(text, "math 0") == ["10.0", "0.0", "30.0", "10.0", "0.0"]
+    assert line(text, "push")[:2] == ["70.0", "20.0"]
+    assert "tensor cores busy 50.0 % of the kernel's time" in text
+    assert "CTAs in a GEMM during pull: 50.0 %" in text  # 2.0 to 2.5 of 1.5 to 2.5 us
+    assert "CTAs in a GEMM during push: 25.0 %" in text  # 8.0 to 8.5 of 8 to 10 us
+    assert "owner sum" not in text
+    assert line(text, "wait for tile") == ["2", "3.25", "5.50"]
 
 
-def test_overlap_tells_the_device_from_the_same_cta() -> None:
+def test_overlap_is_the_share_of_ctas_and_counts_no_time_twice() -> None:
     lanes = {
         (0, PULL): [(code(11), 0, 1000)],
         (1, MATH_0): [(code(6, 0, 0, tile(0, 0)), 0, 800)],
         (0, MATH_1): [(code(6, 0, 0, tile(0, 1)), 200, 500)],
         (1, MATH_1): [(code(6, 0, 0, tile(1, 0)), 700, 900)],
     }
-    (overlap,) = summarise(read([array(lanes)])).overlaps
-    assert overlap.busy_us == pytest.approx(1)
-    assert overlap.device == pytest.approx(90)
-    assert overlap.same_cta == pytest.approx(30)
-    assert overlap.ctas == pytest.approx((90 + 30) / 2)  # one CTA for 90 %, the other for 30 %
+    text = summary(read([array(lanes)]))
+    assert "CTAs in a GEMM during pull: 60.0 %" in text  # one CTA for 90 %, the other for 30 %
+    assert "tensor cores busy 60.0 %" in text
 
 
-def test_waits_are_no_busy_time_and_hide_nothing() -> None:
+def test_waits_are_no_traffic() -> None:
     lanes = {(0, PUSH): [(code(12), 0, 900)], (0, MATH_0): [(code(6, 0, 0, tile(0, 0)), 0, 900)]}
-    assert summarise(read([array(lanes)])).overlaps == ()
+    assert "during" not in summary(read([array(lanes)]))
 
 
 def test_ranks_of_one_device_are_summed_up_together() -> None:
     got = read([two_tiles(), two_tiles()])
     assert got.ctas == ((0, 0), (1, 0))
-    summary, alone = summarise(got), summarise(read([two_tiles()]))
-    assert (summary.num_ranks, summary.num_ctas, summary.num_events) == (2, 2, 22)
-    assert summary.products == alone.products
-    assert "2 ranks, 2 CTAs" in render(summary)
+    text = summary(got)
+    assert "ranks 2, CTAs 2, events 22" in text
+    assert "tensor cores busy 50.0 %" in text
 
 
 def test_a_new_kind_needs_a_row_of_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = {(0, MATH_0): [(code(30, 0, 1, tile(0, 0)), 0, 500)], (0, LOAD): [(code(16), 0, 1000)]}
     assert read([array(lanes)]).malformed == 1
-    monkeypatch.setitem(KINDS, 30, Kind(30, "new", "new", State.PRODUCTS, Index.TILE, after=8))
+    monkeypatch.setitem(KINDS, 30, Kind(30, "new", "new", State.GEMM, TILE, after=8))
     got = read([array(lanes)])
-    summary = summarise(got)
-    assert summary.products is not None
-    assert summary.products.busy_percent == pytest.approx(50)
-    assert "new" in render(summary)
-    names = [event["name"] for event in trace_chrome.chrome_events(got) if event["ph"] == "X"]
+    assert "tensor cores busy 50.0 %" in summary(got)
+    assert line(summary(got), "new")[0] == "1"
+    names = [event["name"] for event in chrome_events(got) if event["ph"] == "X"]
     assert sorted(names) == ["new e1 m0 n0", "routing"]
     assert "no epilogue gate/up of its rows" in order_faults(got)[0]
 
 
 def test_table_of_kinds_is_sound() -> None:
     assert [kind.number for kind in KINDS.values()] == list(range(1, 30))
-    assert all(KINDS[kind.after].index is Index.TILE for kind in KINDS.values() if kind.after)
+    assert all(KINDS[kind.after].index == TILE for kind in KINDS.values() if kind.after)
     assert event_name(KINDS[6], 12, tile(3, 5)) == "gate/up e12 m3 n5"
     assert event_name(KINDS[13], 12, 345) == "push entry 345"
     assert event_name(KINDS[16], 0, 0) == "routing"
@@ -222,7 +184,7 @@ def chrome(path: Path) -> list[dict[str, object]]:
 
 def test_chrome_file_has_a_process_per_cta_and_a_thread_per_role(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    trace_chrome.write(read([two_tiles(), two_tiles()]), path, {"layer": "made up"})
+    write_chrome(read([two_tiles(), two_tiles()]), path, {"layer": "made up"})
     events = chrome(path)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}  # type: ignore[index]
     assert names == {0: "rank 0 CTA 0", 1: "rank 1 CTA 0"}
@@ -233,56 +195,12 @@ def test_chrome_file_has_a_process_per_cta_and_a_thread_per_role(tmp_path: Path)
     (down,) = (event for event in complete if event["name"] == "down e3 m7 n2" and event["pid"] == 1)
     assert (down["tid"], down["ts"], down["dur"]) == (MATH_1, 6.5, 2.0)
     assert down["args"] == {"kind": 7, "chunk": 0, "expert": 3, "index": tile(7, 2)}
-    assert down["cat"] == "down,products"
-
-
-@pytest.mark.parametrize("arrays", [[], [two_tiles()], [two_tiles(), two_tiles()[:, :, :3]]])
-def test_a_written_trace_reads_as_it_was(arrays: list[Tensor], tmp_path: Path) -> None:
-    made = read(arrays)
-    trace_chrome.write(made, tmp_path / "t.json", {"layer": "made up"})
-    again, notes = trace_chrome.load(tmp_path / "t.json")
-    assert notes == {"layer": "made up"}
-    for field in fields(Trace):
-        want, got = getattr(made, field.name), getattr(again, field.name)
-        assert torch.equal(got, want) if isinstance(want, Tensor) else got == want, field.name
-
-
-@pytest.mark.parametrize("text", ["{}", "[1]", "no json", '{"otherData": {}, "traceEvents": []}'])
-def test_another_file_is_no_trace(text: str, tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text(text)
-    with pytest.raises(ValueError, match=r"t\.json: no trace of this tool"):
-        trace_chrome.load(tmp_path / "t.json")
+    assert down["cat"] == "down,GEMM"
 
 
 def test_chrome_file_of_nothing_is_json(tmp_path: Path) -> None:
-    trace_chrome.write(read([array({})]), tmp_path / "t.json", {})
+    write_chrome(read([array({})]), tmp_path / "t.json", {})
     assert chrome(tmp_path / "t.json") == []
-
-
-def test_states_of_the_picture_add_up_to_all_ctas() -> None:
-    got = read([two_tiles(), two_tiles()])
-    edges = edges_of(got, 20)  # of 500 ns
-    states = trace_draw.math_states(got, edges)
-    assert torch.allclose(sum(states.values()), torch.full((20,), 2.0))  # type: ignore[arg-type]
-    assert states[State.PRODUCTS].tolist() == pytest.approx([0] * 4 + [2] * 6 + [0] * 3 + [2] * 4 + [0] * 3)
-    assert states[State.EPILOGUE].tolist() == pytest.approx([0] * 10 + [2] * 2 + [0] * 5 + [2] + [0] * 2)
-    moving = trace_draw.traffic(got, edges)
-    assert moving["pull"].tolist() == pytest.approx([0] * 3 + [2] * 2 + [0] * 15)
-    assert float(moving["owner sum"].sum()) == 0
-
-
-def test_a_handful_of_ctas_is_shown() -> None:
-    many = read([array({(cta, LOAD): [(code(16), 0, 9)] for cta in range(9)}, ctas=9)])
-    assert trace_draw.shown_ctas(many) == [0, 3, 5, 8]
-    assert trace_draw.shown_ctas(read([two_tiles()])) == [0]
-    assert trace_draw.shown_ctas(read([])) == []
-
-
-@pytest.mark.parametrize("arrays", [[], [two_tiles()], [two_tiles(), two_tiles()]])
-def test_picture_is_a_png(arrays: list[Tensor], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs the extra 'demo'")
-    trace_draw.draw(read(arrays), tmp_path / "t.png", "made up")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- schedule
@@ -311,16 +229,16 @@ def test_tiles_of_several_ranks_and_chunks() -> None:
 def test_missing_strange_and_repeated_tiles_are_told() -> None:
     wanted = row_tiles([ROWS], [SLOTS], COLUMNS)
     assert tile_faults(schedule(columns=(0,)), wanted) == [
-        "rank 0 chunk 0 down e0 m2 n1: no products",
-        "rank 0 chunk 0 down e0 m3 n1: no products",
+        "rank 0 chunk 0 down e0 m2 n1: not computed",
+        "rank 0 chunk 0 down e0 m3 n1: not computed",
     ]
     assert tile_faults(schedule(columns=(0, 1, 2)), wanted) == [
-        "rank 0 chunk 0 down e0 m2 n2: products of no tile",
-        "rank 0 chunk 0 down e0 m3 n2: products of no tile",
+        "rank 0 chunk 0 down e0 m2 n2: no such tile",
+        "rank 0 chunk 0 down e0 m3 n2: no such tile",
     ]
     assert tile_faults(schedule(columns=(0, 1, 1)), wanted) == [
-        "rank 0 chunk 0 down e0 m2 n1: 2 products, wanted 1",
-        "rank 0 chunk 0 down e0 m3 n1: 2 products, wanted 1",
+        "rank 0 chunk 0 down e0 m2 n1: computed 2 times, wanted 1",
+        "rank 0 chunk 0 down e0 m3 n1: computed 2 times, wanted 1",
     ]
 
 
@@ -333,8 +251,8 @@ def test_the_last_column_of_the_rows_decides() -> None:
     assert "ended at 300 ns" in fault
 
 
-def test_products_before_their_inputs_are_told() -> None:
-    # The products of block 2 begin at 370 and 380, those of block 3 at 390 and 400.
+def test_gemms_before_their_inputs_are_told() -> None:
+    # The GEMMs of block 2 begin at 370 and 380, those of block 3 at 390 and 400.
     assert order_faults(schedule(down=370, second_epilogue=390)) == []
     assert order_faults(schedule(down=370, second_epilogue=395)) == [
         "rank 0 chunk 0 down e0 m3 n0: began at 390 ns, the last epilogue gate/up of its rows ended at 395 ns"

@@ -1,4 +1,4 @@
-"""Judging, summing up and drawing made-up traces of the fused backward."""
+"""Checking and summing up made-up traces of the fused backward."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_moe.bench import kernel_ranks, trace, trace_chrome, trace_draw, trace_run
-from mega_moe.bench.ranks import Context
-from mega_moe.bench.shapes import SHAPES
-from mega_moe.bench.trace_check import order_faults, tile_faults
-from mega_moe.bench.trace_events import Trace, read
-from mega_moe.bench.trace_kinds import code, tile
-from mega_moe.bench.trace_summary import summarise
-from mega_moe.bench.trace_table import render
-from mega_moe.bench.trace_tiles import PART_ROWS, gradient_parts, of_backward
+from mega_moe.bench.trace_events import Trace, code, read, tile
+from mega_moe.bench.trace_output import chrome_events, summary
 
+from ..gpu._schedule import PART_ROWS, of_backward, order_faults, tile_faults, wgrad_parts  # noqa: TID252
 from ._trace import LOAD, MATH_0, MATH_1, PULL, Rows, array
 
 LOAD_DX, LOAD_GRADIENT, DZ, DX, GRADIENT, STORE_DZ, STORE_DX, STORE_GRADIENT = 22, 23, 24, 25, 26, 27, 28, 29
@@ -64,7 +58,7 @@ def schedule(*, dx: int = 300, gradient: int = 320, missing: int = 0) -> Trace:
 
 def test_a_right_schedule_has_no_faults() -> None:
     assert WANTED.whole == {(0, 0, 0)}
-    assert WANTED.products() == 2 + 2 + 2 * 2 * 4  # dz, dx; two warpgroups, two experts, four tiles of either
+    assert WANTED.total() == 2 + 2 + 2 * 2 * 4  # dz, dx; two warpgroups, two experts, four tiles of either
     made = schedule()
     assert tile_faults(made, WANTED.tiles) == []
     assert order_faults(made, WANTED.whole) == []
@@ -72,10 +66,10 @@ def test_a_right_schedule_has_no_faults() -> None:
 
 def test_missing_and_repeated_gradients_are_told() -> None:
     (fault,) = tile_faults(schedule(missing=1), WANTED.tiles)
-    assert fault == "rank 0 chunk 0 gradient e0 m0 n0: 3 products, wanted 4"
+    assert fault == "rank 0 chunk 0 wgrad e0 m0 n0: computed 3 times, wanted 4"
     fewer = of_backward([ROWS[:, :1]], [SLOTS[:, :1]], HIDDEN, INTERMEDIATE)
     assert tile_faults(schedule(), fewer.tiles) == [
-        f"rank 0 chunk 0 gradient e1 m{row} n0: products of no tile" for row in (0, 1)
+        f"rank 0 chunk 0 wgrad e1 m{row} n0: no such tile" for row in (0, 1)
     ]
 
 
@@ -86,7 +80,7 @@ def test_loads_before_their_inputs_are_told() -> None:
         "rank 0 chunk 0 load dx e0 m0 n0: began at 289 ns, the last epilogue dz of its rows ended at 290 ns"
     ]
     assert order_faults(schedule(gradient=250), WANTED.whole) == [
-        "rank 0 chunk 0 load gradient e0 m1 n0: began at 250 ns, the last epilogue dz of its rows ended at 290 ns"
+        "rank 0 chunk 0 load wgrad e0 m1 n0: began at 250 ns, the last epilogue dz of its rows ended at 290 ns"
     ]
     # Of an expert with several parts a gradient waits for one of them.
     assert order_faults(schedule(gradient=250)) == []
@@ -95,7 +89,7 @@ def test_loads_before_their_inputs_are_told() -> None:
 def test_parts_of_gradients() -> None:
     """Over chunks and within one; an expert without any row is written once, with zeros."""
     tables = [torch.tensor([[40000, 0, 0], [1, 0, 5]]), torch.tensor([[0, 16384, 16385], [0, 0, 0]])]
-    assert dict(gradient_parts(tables)) == {
+    assert dict(wgrad_parts(tables)) == {
         (0, 0, 0): 3,
         (0, 1, 0): 1,
         (0, 0, 1): 1,
@@ -133,30 +127,10 @@ def test_extents_are_the_kernels_own() -> None:
     assert (int(constants["kGradientRows"]), int(constants["kGradientColumns"])) == (2 * 128, 256)
 
 
-def test_it_is_summed_up_and_drawn(tmp_path: Path) -> None:
+def test_it_is_summed_up_and_named() -> None:
     made = schedule()
-    text = render(summarise(made))
-    for label in ("dz", "epilogue dz", "dx", "gradient", "epilogue gradient", "load gradient"):
+    text = summary(made)
+    for label in ("dz", "epilogue dz", "dx", "wgrad", "epilogue wgrad", "load wgrad"):
         assert re.search(rf"^{label} +\d", text, re.MULTILINE), label
-    names = [event["name"] for event in trace_chrome.chrome_events(made) if event["ph"] == "X"]
-    assert {"gradient e0 m1 n0", "dz e0 m1 n0", "load dx e0 m0 n0"} <= set(names)
-    pytest.importorskip("matplotlib", reason="the picture needs the extra 'demo'")
-    trace_draw.draw(made, tmp_path / "t.png", "made up")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("dx", "status"), [(300, 0), (100, 1)])
-def test_the_tool_judges_it(
-    dx: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(trace, "why_no_trace", lambda *_: [])
-    made = trace_run.Recorded(schedule(dx=dx), WANTED, 9.0, 10.0, 2)
-    monkeypatch.setattr(trace, "record", lambda *_: made)
-    options = kernel_ranks.Options(SHAPES["tiny"], 65, 1, "backward")
-    assert (
-        trace.run(options, trace.Files.of(tmp_path / "t"), Context(torch.device("cpu"), None, 0, 1)) == status
-    )
-    said = capsys.readouterr().out
-    assert "tiny bf16 backward, T=65 x 1 ranks of 2 SMs" in said
-    assert ("schedule: right, each of 20 products once" in said) is (status == 0)
-    assert ("load dx e0 m0 n0: began at 100 ns" in said) is (status == 1)
+    names = [event["name"] for event in chrome_events(made) if event["ph"] == "X"]
+    assert {"wgrad e0 m1 n0", "dz e0 m1 n0", "load dx e0 m0 n0"} <= set(names)

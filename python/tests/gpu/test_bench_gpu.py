@@ -17,7 +17,7 @@ from mega_moe._ops import library
 from mega_moe.bench import kernels, main, schema
 from mega_moe.bench.clocks import ClockProbe, make_clock
 from mega_moe.bench.protocols import PROTOCOLS, CudaTimer
-from mega_moe.bench.schema import CeilingRow, LayerRow, StageRow
+from mega_moe.bench.schema import CeilingRow, LayerRow
 
 # No CUDA device that the library is built for runs below or above these.
 MHZ = (300.0, 3000.0)
@@ -62,8 +62,6 @@ def test_short_run(cuda_device: torch.device, tmp_path: Path) -> None:
         ("device copy", "measured"),
         ("peer pull", "refused"),
     } <= ceilings
-    stages = [row for row in result.rows if isinstance(row, StageRow)]
-    assert {(row.form, row.outcome.status) for row in stages} == {("bf16", "measured"), ("fp8", "measured")}
     layer = {row.backend: row for row in result.rows if isinstance(row, LayerRow) and row.outcome.timing}
     assert {"fused", "grouped", "reference"} <= set(layer)
     fused = [row for row in result.rows if isinstance(row, LayerRow) and row.backend == "fused"]

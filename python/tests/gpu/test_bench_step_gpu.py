@@ -29,7 +29,7 @@ def test_one_gpu(tmp_path: Path) -> None:
         str(out),
     ]
     assert main(words) == 0
-    rows = {row.backend: row for row in schema.read_steps(out).rows}
+    rows = {row.backend: row for row in schema.read(out, schema.StepResult).rows}
     for name in ("fused", "grouped"):
         row = rows[name]
         assert row.status == "measured", row.reasons

@@ -1,4 +1,4 @@
-"""The command `mega-moe bench step`: words of the command line to runs, their table, plot and JSON."""
+"""The command `mega-moe bench step`: words of the command line to runs, their table and JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mega_moe._base.types import PRECISIONS
 from mega_moe.bench import schema
 from mega_moe.bench.schema import StepResult, StepRow
 from mega_moe.bench.step.shapes import MODELS, Model, find_model
+from mega_moe.bench.table import columns
 
 # What a run needs is imported by it: help and refused words come without torch.
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
         help="the wheel that was installed, where the installer kept no hash",
     )
     add("--json", type=Path, metavar="FILE", help="also write the result here")
-    add("--plot", type=Path, metavar="FILE", help="also draw it as PNG (needs matplotlib)")
     return made
 
 
@@ -82,15 +82,6 @@ def main(argv: list[str]) -> int:
                 print(render(result), end="")
                 if words.json is not None:
                     words.json.write_text(schema.dumps(result), encoding="utf-8")
-                if words.plot is not None:
-                    from mega_moe.bench.step.plot import draw
-
-                    draw(result, words.plot)
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            raise
-        print(f"mega-moe bench step: {error.name} is missing: pip install 'mega-moe[demo]'", file=sys.stderr)
-        return 2
     except ValueError as error:
         print(f"mega-moe bench step: {error}", file=sys.stderr)
         return 2
@@ -124,10 +115,8 @@ def _check(words: argparse.Namespace) -> None:
             raise ValueError(f"{name.replace('_', '-')}: got {value}, wanted at least 1")
     if not 0 <= words.skip < words.steps:
         raise ValueError(f"skip: got {words.skip}, wanted 0 to {words.steps - 1}: fewer than the steps")
-    for name in ("json", "plot"):
-        path = getattr(words, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{name}: got {path}, wanted a path in a folder that exists")
+    if words.json is not None and not words.json.absolute().parent.is_dir():
+        raise ValueError(f"json: got {words.json}, wanted a path in a folder that exists")
     _backends(words)
     _precisions(words)
 
@@ -202,7 +191,7 @@ def render(result: StepResult) -> str:
         lines[0] += (
             f"; {first.layers} of {first.model_layers} layers, sequence {first.sequence}, EP {first.ep_size}"
         )
-        lines += _columns([_COLUMNS, *map(cells, measured)])
+        lines += columns([_COLUMNS, *map(cells, measured)], left=2)
         lines.append("")
     lines += [f"{row.backend}: {row.reason}" for row in measured if row.reason not in (None, row.backend)]
     lines += [_line(row) for row in result.rows if row.status != "measured"]
@@ -231,10 +220,3 @@ def _line(row: StepRow) -> str:
     if row.status == "measured":
         return "  ".join(cells(row))
     return f"{row.status}: {row.model} {row.precision}: backend {row.backend}: {'; '.join(row.reasons)}"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
