@@ -223,7 +223,18 @@ def tests(session: nox.Session) -> None:
             f"torch.compile needs Python.h, not found in {headers}: install python3-dev or its like"
         )
     # The group `build` too: some gates configure the C++ sources themselves.
-    tools = ("build", "lint", "types", "layers", "docs", "check-wheel", "index", "targets", "trainers", "torchtitan")
+    tools = (
+        "build",
+        "lint",
+        "types",
+        "layers",
+        "docs",
+        "check-wheel",
+        "index",
+        "targets",
+        "trainers",
+        "torchtitan",
+    )
     gates(session, "torch", "test", *tools)
     build = build_environment(session)
     use, wheel = installed(session, extra="[demo]", wheel=build_wheel(build))
@@ -375,7 +386,9 @@ def bench(session: nox.Session) -> None:
 def index(session: nox.Session) -> None:
     """Write the index for pip and uv into build/index: [FOLDER of wheels, dist/ by default] [--files-at ADDRESS]."""
     folder, *arguments = session.posargs or [str(DIST)]
-    gates(session, "index").run("python", "ci/release.py", "index", folder, ROOT / "build" / "index", *arguments)
+    gates(session, "index").run(
+        "python", "ci/release.py", "index", folder, ROOT / "build" / "index", *arguments
+    )
 
 
 @nox.session
