@@ -377,7 +377,9 @@ def bench(session: nox.Session) -> None:
 def index(session: nox.Session) -> None:
     """Write the index for pip and uv into build/index: [FOLDER of wheels, dist/ by default] [--files-at ADDRESS]."""
     folder, *arguments = session.posargs or [str(DIST)]
-    gates(session, "index").run("python", "ci/release.py", "index", folder, ROOT / "build" / "index", *arguments)
+    gates(session, "index").run(
+        "python", "ci/release.py", "index", folder, ROOT / "build" / "index", *arguments
+    )
 
 
 @nox.session
