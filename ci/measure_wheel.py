@@ -49,16 +49,10 @@ warnings.simplefilter("ignore", mega_moe.FallbackWarning)
 from mega_moe._ops import library
 loaded, status = timed(library.status)
 assert status.loaded, status.reason
-hidden, intermediate, num_experts, top_k, tokens = 512, 256, 8, 2, 64
-buffer = mega_moe.MoEBuffer(None, num_experts=num_experts, max_tokens_per_rank=tokens, top_k=top_k, hidden=hidden,
-                            intermediate=intermediate, device=device)
-torch.manual_seed(0)
-x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-ids = torch.arange(tokens * top_k, device=device).reshape(tokens, top_k) % num_experts
-weights = torch.full((tokens, top_k), 0.5, device=device)
-w1 = torch.randn(num_experts, 2 * intermediate, hidden, device=device, dtype=torch.bfloat16)
-w2 = torch.randn(num_experts, hidden, intermediate, device=device, dtype=torch.bfloat16)
-call = lambda: mega_moe.moe(x, ids, weights, w1, w2, buffer=buffer)
+from mega_moe.testing import random_problem
+problem = random_problem(64, 512, 256, device=device)
+buffer = mega_moe.MoEBuffer(None, **problem.sizes)
+call = lambda: mega_moe.moe(*problem.inputs, buffer=buffer)
 first, _ = timed(call)
 second, _ = timed(call)
 name = torch.cuda.get_device_name() if device == "cuda" else "CPU"

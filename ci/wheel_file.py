@@ -1,7 +1,4 @@
-"""Reads and writes the archive that a wheel is: same content, same bytes, whoever writes it and when.
-
-python ci/wheel_file.py WHEEL OTHER     refuses two builds of the same sources that differ, and names the files
-"""
+"""Reads and writes the archive that a wheel is: same content, same bytes, whoever writes it and when."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import csv
 import hashlib
 import io
 import os
-import sys
 import time
 import zipfile
 from pathlib import Path
@@ -66,22 +62,3 @@ def write(path: Path, files: dict[str, bytes]) -> None:
             entry.create_system = 3  # Unix, so that the mode below counts
             entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
             archive.writestr(entry, content[name], zipfile.ZIP_DEFLATED, compresslevel=9)
-
-
-def differences(first: Path, second: Path) -> list[str]:
-    """One line per difference; empty when the two are equal to the last byte."""
-    if first.read_bytes() == second.read_bytes():
-        return []
-    one, other = read(first), read(second)
-    found = [f"differs: {name}" for name in sorted(one.keys() | other) if one.get(name) != other.get(name)]
-    return found or ["equal files, packed in another way (times, order, modes or compression)"]
-
-
-def main(arguments: list[str]) -> int:
-    found = differences(*map(Path, arguments))
-    print(*found, f"wheel_file: {len(found)} differences", sep="\n")
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -72,7 +72,6 @@ RECORDS = [
     (replace("mega_moe/nn.py", "import", "import "), "RECORD has a false line of mega_moe/nn.py"),
     (replace("wheel.json", '"cu130"', '"cu129"'), "label in wheel.json is cu129, must be cu130"),
     (replace("wheel.json", '"commit": "', '"commit": "v'), "must be a commit's 40 digits"),
-    (replace("wheel.json", '"driver"', '"drivers"'), "flavours in wheel.json do not say"),
     (replace("wheel.json", '"sm90_route": "', '"route": "'), "code in wheel.json is of"),
     (replace("wheel.json", '"sm90_route": "', '"sm90_route": "-'), "for sm90_route, must be 64 hex"),
     (replace("build.json", '"13.0"', '"12.9"'), "name is +cu130, the library is built with CUDA 12.9"),

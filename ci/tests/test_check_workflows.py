@@ -23,9 +23,7 @@ def run(program: str, *arguments: str | Path, cwd: Path = ROOT) -> subprocess.Co
     tool = TOOLS / program
     if not tool.exists():
         pytest.skip(f"needs {program}, of the dependency group lint")
-    return subprocess.run(
-        [tool, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=100
-    )
+    return subprocess.run([tool, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def test_the_workflows_are_the_six() -> None:
