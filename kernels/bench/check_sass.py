@@ -72,7 +72,7 @@ def reachable(start: set[int], edges: dict[int, set[int]]) -> set[int]:
 
 
 def loops_around(products: set[int], code: list[Instruction]) -> set[int]:
-    """Places from which a product can be reached and that can be reached from one."""
+    """Places from which an MMA can be reached and that can be reached from one."""
     places = {instruction.address: place for place, instruction in enumerate(code)}
     forward: dict[int, set[int]] = defaultdict(set)
     backward: dict[int, set[int]] = defaultdict(set)
@@ -106,14 +106,14 @@ def problems(variant: Variant, sass: str | None) -> list[str]:
         return [f"{name}: no {product} among {len(code)} instructions"]
     looped = loops_around(products, code)
     wrong = [
-        f"{name}: {operation} in a loop around products"
+        f"{name}: {operation} in a loop around MMAs"
         for operation in sorted({code[place].operation for place in looped if code[place].slow})
     ]
     if not any(code[place].target is not None for place in looped):
-        wrong.append(f"{name}: no loop around products, so nothing was looked at")
+        wrong.append(f"{name}: no loop around MMAs, so nothing was checked")
     looped_products, wanted = len(products & looped), products_of_stage(variant)
     if looped and looped_products < wanted:
-        wrong.append(f"{name}: {looped_products} products in a loop, want {wanted} for a stage")
+        wrong.append(f"{name}: {looped_products} MMAs in a loop, want {wanted} for a stage")
     loads = [instruction.operation for instruction in code if instruction.operation.startswith("UTMALDG")]
     if not loads:
         wrong.append(f"{name}: no load by TMA")
@@ -137,7 +137,7 @@ def main(variants_path: Path, folder: Path) -> int:
     for line in wrong:
         print(f"check_sass: {line}", file=sys.stderr)
     if not wrong:
-        print(f"check_sass: {len(variants)} variants, nothing slow around products")
+        print(f"check_sass: {len(variants)} variants, nothing slow around MMAs")
     return 1 if wrong else 0
 
 

@@ -73,7 +73,7 @@ def build(folder: Path, jobs: int) -> Path:
 
 
 def inspect(folder: Path) -> Json:
-    """Judges what ptxas said of the products and, where cuobjdump is at hand, their machine code."""
+    """Judges what ptxas said of the GEMMs and, where cuobjdump is at hand, their machine code."""
     table = BENCH / "variants.toml"
     ptxas = subprocess.run(
         [sys.executable, ROOT / "ci/check_ptxas.py", table, folder / "ptxas", folder / "kernels.json"],

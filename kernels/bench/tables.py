@@ -132,7 +132,7 @@ TABLES: dict[str, Callable[[list[Json]], list[str]]] = {
 
 
 def checked(group: Json) -> str:
-    """How many checks passed, and how far the worst product was off."""
+    """How many checks passed, and how far off the worst GEMM was."""
     checks = group["checks"]
     text = f"{sum(line['ok'] is True for line in checks)} of {len(checks)} checks passed"
     errors = [line["relative_error"] for line in checks if line.get("relative_error") is not None]

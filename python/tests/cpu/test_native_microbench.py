@@ -30,7 +30,7 @@ def run():
     return module
 
 
-# A loop of a stage's four products; the retry of a wait lies behind the exit, as ptxas puts it; fences around them.
+# A loop of a stage's four MMAs; the retry of a wait lies behind the exit, as ptxas puts it; fences around them.
 SASS = """
         /*0100*/              @!P0 UTMALDG.2D{multicast} [UR8], [UR6], UR4 ;   /* 0x0000 */
         /*0200*/                   MEMBAR.ALL.GPU ;                            /* 0x0000 */
@@ -76,16 +76,16 @@ def test_machine_code_that_is_right_passes():
         ({}, sass(retry="MEMBAR.SC.SYS"), "MEMBAR.SC.SYS in a loop"),
         ({}, sass(inside="STL.64 [R1+0x8], R2"), "STL.64 in a loop"),
         ({}, sass(after="LDL.LU R2, [R1+0x8]"), "LDL.LU in a loop"),
-        ({}, sass(back="NOP").replace("BRA 0x400", "EXIT"), "no loop around products"),
+        ({}, sass(back="NOP").replace("BRA 0x400", "EXIT"), "no loop around MMAs"),
         ({}, sass(multicast=""), "0 multicast loads, multicast is True"),
         ({"multicast": False}, sass(), "1 multicast loads, multicast is False"),
         ({"element": "e4m3"}, sass(), "no QGMMA among 15"),
-        ({"instruction_n": 64}, sass(), "4 products in a loop, want 16 for a stage"),
-        ({"schedule": "ping_pong"}, sass(), "4 products in a loop, want 8 for a stage"),
+        ({"instruction_n": 64}, sass(), "4 MMAs in a loop, want 16 for a stage"),
+        ({"schedule": "ping_pong"}, sass(), "4 MMAs in a loop, want 8 for a stage"),
         (
             {},
             sass().replace("/*0580*/                   HGMMA", "/*0580*/                   NOP"),
-            "3 products in a",
+            "3 MMAs in a",
         ),
         ({}, "", "no HGMMA among 0"),
         ({}, None, "no machine code"),
