@@ -3,8 +3,9 @@
     python ci/check_imports.py [ROOT]
 
 Two kinds of rule over ROOT/python/mega_moe: the import contracts of ROOT/pyproject.toml (import-linter), and calls
-that no import shows: only `_ops/library.py` loads the compiled library, only `_backends/facts.py` asks the driver,
-only `_base/env.py` reads the package's environment variables. Prints one line per fault and exits 1 when there is any.
+that no import shows: only `_ops/library.py` loads the compiled library, only `_backends/choice/facts.py` asks the
+driver, only `_base/env.py` reads the package's environment variables. Prints one line per fault and exits 1 when there
+is any.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 PACKAGE = Path("python/mega_moe")
 # What loads a shared library, and the one file that may: the compiled library, and the driver that facts ask.
-LIBRARY_DOORS = {"load_library": PACKAGE / "_ops/library.py", "CDLL": PACKAGE / "_backends/facts.py"}
+LIBRARY_DOORS = {"load_library": PACKAGE / "_ops/library.py", "CDLL": PACKAGE / "_backends/choice/facts.py"}
 ENVIRONMENT_DOOR = PACKAGE / "_base/env.py"
 
 

@@ -12,26 +12,30 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PLANTED_IMPORTS = [
     ("_base/types.py", "import mega_moe._ops.registry", "Calls go down only"),
-    ("_ops/registry.py", "from mega_moe._backends import decide", "Calls go down only"),
-    ("_backends/plan.py", "from mega_moe import api", "Calls go down only"),
+    ("_ops/registry.py", "from mega_moe._backends.choice import decide", "Calls go down only"),
+    ("_backends/build.py", "from mega_moe import api", "Calls go down only"),
     ("api.py", "import mega_moe.demo.config", "Calls go down only"),
     ("nn.py", "import mega_moe.testing", "Calls go down only"),
     ("buffer.py", "import mega_moe.bench.shapes", "Calls go down only"),
     ("demo/config.py", "import mega_moe.bench.shapes", "Calls go down only"),
-    ("_backends/grouped.py", "from mega_moe._backends import plan", "A backend knows neither"),
-    ("_backends/grouped.py", "from mega_moe._backends import reference", "A backend knows neither"),
-    ("_backends/decide.py", "import torch", "decide is pure"),
-    ("_backends/decide.py", "import os", "decide is pure"),
-    ("_backends/decide.py", "from mega_moe._backends import facts", "decide is pure"),
-    ("_backends/request.py", "from mega_moe._base import env", "decide is pure"),
-    ("_backends/plain.py", "import numpy", "The core needs torch alone"),
+    ("_backends/plain/grouped.py", "from mega_moe._backends.choice import decide", "A backend knows neither"),
+    (
+        "_backends/plain/grouped.py",
+        "from mega_moe._backends.plain import reference",
+        "The plain backends share dispatch",
+    ),
+    ("_backends/choice/decide.py", "import torch", "decide is pure"),
+    ("_backends/choice/decide.py", "import os", "decide is pure"),
+    ("_backends/choice/decide.py", "from mega_moe._backends.choice import facts", "decide is pure"),
+    ("_backends/choice/request.py", "from mega_moe._base import env", "decide is pure"),
+    ("_backends/plain/executor.py", "import numpy", "The core needs torch alone"),
     ("demo/config.py", "from mega_moe._ops import library", "The demo is written against the public API"),
 ]
 
 PLANTED_DOORS = [
     ("nn.py", 'torch.ops.load_library("x.so")', "loads a library"),
-    ("_backends/facts.py", 'torch.ops.load_library("x.so")', "loads a library"),
-    ("_backends/plan.py", 'ctypes.CDLL("libcuda.so.1")', "loads a library"),
+    ("_backends/choice/facts.py", 'torch.ops.load_library("x.so")', "loads a library"),
+    ("_backends/build.py", 'ctypes.CDLL("libcuda.so.1")', "loads a library"),
     ("buffer.py", 'flag = os.environ.get("MEGA_MOE_STRICT")', "touches MEGA_MOE_STRICT"),
     ("demo/config.py", 'flag = os.environ["MEGA_MOE_BACKEND"]', "touches MEGA_MOE_BACKEND"),
     ("api.py", 'flag = os.getenv("MEGA_MOE_DEBUG", "")', "touches MEGA_MOE_DEBUG"),
@@ -84,6 +88,6 @@ def test_planted_side_door_is_refused(module: str, line: str, fault: str, tree: 
 
 def test_the_doors_themselves_are_open(tree: Path) -> None:
     append(tree / "python/mega_moe/_ops/library.py", 'torch.ops.load_library("x.so")')
-    append(tree / "python/mega_moe/_backends/facts.py", 'ctypes.CDLL("libcuda.so.1")')
+    append(tree / "python/mega_moe/_backends/choice/facts.py", 'ctypes.CDLL("libcuda.so.1")')
     append(tree / "python/mega_moe/_base/env.py", 'os.environ.get("MEGA_MOE_NEW")')
     assert check_imports.check_side_doors(tree) == []

@@ -30,18 +30,18 @@ def test_the_sources_pass() -> None:
     ("file", "line", "reason"),
     [
         ("host/select.cpp", "#include <torch/csrc/stable/tensor.h>", "only ['binding'] may see it"),
-        ("include/mega_moe/stage.h", "#include <torch/csrc/stable/tensor.h>", "only ['binding'] may see it"),
+        ("include/mega_moe/layer.h", "#include <torch/csrc/stable/tensor.h>", "only ['binding'] may see it"),
         ("binding/check.cpp", "#include <ATen/ATen.h>", "only nobody may see it"),
         ("binding/check.cpp", "#include <Python.h>", "only nobody may see it"),
-        ("binding/stage.cpp", '#include "device/kernel/sm90_stage.cuh"', "binding may include"),
-        ("binding/stage.cpp", '#include "host/select.h"', "binding may include"),
-        ("binding/stage.cpp", '#include "layout/staging.h"', "binding may include"),
-        ("binding/stage.cpp", "#include <cuda_runtime_api.h>", "may see it"),
-        ("device/dispatch/stage_copy.cuh", '#include "mega_moe/status.h"', "device may include"),
-        ("device/dispatch/stage_copy.cuh", '#include "host/variant.h"', "device may include"),
+        ("binding/route.cpp", '#include "device/kernel/sm90_route.cuh"', "binding may include"),
+        ("binding/route.cpp", '#include "host/select.h"', "binding may include"),
+        ("binding/route.cpp", '#include "layout/parts.h"', "binding may include"),
+        ("binding/route.cpp", "#include <cuda_runtime_api.h>", "may see it"),
+        ("device/dispatch/source.cuh", '#include "mega_moe/status.h"', "device may include"),
+        ("device/dispatch/source.cuh", '#include "host/variant.h"', "device may include"),
         (
-            "device/dispatch/stage_copy.cuh",
-            '#include "device/kernel/sm90_stage.cuh"',
+            "device/dispatch/source.cuh",
+            '#include "device/kernel/sm90_route.cuh"',
             "may not know device/kernel",
         ),
         ("device/dispatch/source.cuh", '#include "device/sm90/smem.cuh"', "may not know device/sm90"),
@@ -73,14 +73,14 @@ def test_the_sources_pass() -> None:
         ("device/sm100/new.cuh", '#include "device/ptx/wgmma.cuh"', "the tensor core of sm90"),
         ("device/sm100/new.cuh", '#include "device/sm90/smem.cuh"', "may not know device/sm90"),
         ("device/extra/new.cuh", '#include "device/ptx/e4m3.cuh"', "without a place in the order"),
-        ("layout/staging.h", '#include "device/common/macros.cuh"', "layout may include"),
-        ("layout/staging.h", '#include "mega_moe/stage.h"', "layout may include"),
+        ("layout/parts.h", '#include "device/common/macros.cuh"', "layout may include"),
+        ("layout/parts.h", '#include "mega_moe/layer.h"', "layout may include"),
         ("host/select.cpp", '#include "device/common/macros.cuh"', "host may include"),
-        ("include/mega_moe/stage.h", '#include "layout/staging.h"', "include may include"),
+        ("include/mega_moe/layer.h", '#include "layout/parts.h"', "include may include"),
         ("host/select.cpp", '#include "../device/common/macros.cuh"', "no such file"),
         ("host/select.cpp", '  #  include "gone.h"', "no such file"),
         ("host/select.cpp", "#include <cutlass/cutlass.h>", "not a header of the project"),
-        ("layout/staging.h", '#include "layout/staging.h"', "cycle: layout/staging.h -> layout/staging.h"),
+        ("layout/parts.h", '#include "layout/parts.h"', "cycle: layout/parts.h -> layout/parts.h"),
         ("device/ptx/e4m3.cuh", '#include "host/variant_table.inc"', "only host may see it"),
     ],
 )
@@ -90,7 +90,7 @@ def test_refuses(copy: Path, file: str, line: str, reason: str) -> None:
     assert any(file in fault and reason in fault for fault in faults), faults
 
 
-@pytest.mark.parametrize("file", ["layout/staging.h", "device/ptx/e4m3.cuh", "host/select.cpp"])
+@pytest.mark.parametrize("file", ["layout/parts.h", "device/ptx/e4m3.cuh", "host/select.cpp"])
 @pytest.mark.parametrize("name", sorted(check_layers.WORDS))
 def test_every_layer_may_know_the_words_of_a_call(copy: Path, file: str, name: str) -> None:
     assert plant(copy, file, f'#include "{name}"') == []

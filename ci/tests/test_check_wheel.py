@@ -67,7 +67,7 @@ def test_the_built_wheel_passes(wheel: Path, tmp_path: Path) -> None:
         (add("mega_moe/_lib/other.so"), "mega_moe/_lib/other.so does not belong into a wheel"),
         (add(finish_wheel.KERNELS), "mega_moe/_lib/kernels.json does not belong into a wheel"),
         (add("mega_moe/tests/test_x.py"), "mega_moe/tests/test_x.py does not belong into a wheel"),
-        (add("kernels/layout/staging.h"), "kernels/layout/staging.h does not belong into a wheel"),
+        (add("kernels/layout/parts.h"), "kernels/layout/parts.h does not belong into a wheel"),
         (add("mega_moe/__pycache__/api.cpython-311.pyc"), "does not belong into a wheel"),
         (
             add("mega_moe/leak.py", "x = '/" + "home/someone/mega-moe'"),

@@ -15,13 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = [
-    ("binding/stage.cpp", "device/ptx/fence.cuh"),
-    ("binding/stage.cpp", "host/select.h"),
-    ("binding/stage.cpp", "layout/staging.h"),
-    ("binding/stage.cpp", "cuda_runtime_api.h"),
-    ("host/stage.cpp", "torch/csrc/stable/tensor.h"),
-    ("host/stage.cpp", "binding/ops.h"),
-    ("host/stage.cpp", "device/ptx/fence.cuh"),
+    ("binding/route.cpp", "device/ptx/fence.cuh"),
+    ("binding/route.cpp", "host/select.h"),
+    ("binding/route.cpp", "layout/parts.h"),
+    ("binding/route.cpp", "cuda_runtime_api.h"),
+    ("host/route.cpp", "torch/csrc/stable/tensor.h"),
+    ("host/route.cpp", "binding/ops.h"),
+    ("host/route.cpp", "device/ptx/fence.cuh"),
 ]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_moe._backends import plan
-from mega_moe._backends.decide import check_name
-from mega_moe._backends.facts import as_device, collect, default_device
-from mega_moe._backends.plan import Explanation
-from mega_moe._backends.request import Request
-from mega_moe._backends.summary import Routing
+from mega_moe._backends.choice.decide import check_name
+from mega_moe._backends.choice.explanation import Explanation, forecast, wanted, wanted_strict
+from mega_moe._backends.choice.facts import as_device, collect, default_device
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import Activation, as_activation
 from mega_moe._base.layer import LayerInputs
 from mega_moe._ops import layer as _layer  # registers the operators
@@ -69,12 +68,13 @@ def moe(
         act = _check(inputs, buffer, activation, activation_clamp, backend, grad_buffers)
     except (ValueError, TypeError) as error:
         if not torch.compiler.is_compiling() and isinstance(buffer, MoEBuffer):
-            buffer.refuse(error, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0)
+            buffer._refuse(error, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0)
         raise
     into = (None, None) if grad_buffers is None else grad_buffers
-    call = (buffer.handle, *act.arguments())
-    if buffer.save_gate_up and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        rows = buffer.saved_rows(x.shape[0])
+    session = buffer._live()
+    call = (session.handle, *act.arguments())
+    if session.saved_rows.parts and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        rows = session.saved_rows.slots(x.shape[0])
         y, _ = torch.ops.mega_moe.run_saving(*inputs, *into, *call, rows)
         return y  # type: ignore[no-any-return]
     token = torch.ops.mega_moe.save(*inputs, *into, *call)
@@ -103,9 +103,11 @@ def route(topk_idx: Tensor, topk_weights: Tensor | None = None, *, buffer: MoEBu
     try:
         _check_routing(topk_idx, topk_weights, buffer)
     except (ValueError, TypeError) as error:
-        buffer.refuse_routing(error, len(topk_idx) if isinstance(topk_idx, Tensor) and topk_idx.dim() else 0)
+        buffer._live().refuse_routing(
+            error, len(topk_idx) if isinstance(topk_idx, Tensor) and topk_idx.dim() else 0
+        )
         raise
-    return buffer.route(topk_idx, topk_weights)
+    return buffer._live().router.route(topk_idx, topk_weights)
 
 
 def explain(
@@ -145,7 +147,7 @@ def explain(
         as_activation(activation).kind,
     )
     where = default_device(None) if device is None else as_device(device)
-    return plan.forecast(request, [collect(where)], plan.wanted(backend), plan.wanted_strict(None))
+    return forecast(request, [collect(where)], wanted(backend), wanted_strict(None))
 
 
 def _check(

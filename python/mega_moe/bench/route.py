@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_rank import KernelRank
-from mega_moe._backends.kernel_router import KernelRouter
-from mega_moe._backends.symmetric import Shape, of_virtual_ranks, symmetric_layout
-from mega_moe._backends.tables import plain_tables
+from mega_moe._backends.fused.launch import KernelRank
+from mega_moe._backends.fused.memory import Shape, of_virtual_ranks, symmetric_layout
 from mega_moe._ops import library
 from mega_moe.bench.rows import write_rows
+from mega_moe.testing.tables import plain_tables
 
 LAUNCHES = 20  # in a graph
 REPEATS = 30
@@ -56,16 +55,14 @@ class _Ranks:
         ranks = range(shape.num_ranks)
         parts = of_virtual_ranks(symmetric_layout(shape).total, device, shape.num_ranks)
         self.routers = [
-            KernelRouter(
-                KernelRank(
-                    shape,
-                    rank,
-                    parts[rank],
-                    num_sms=self.num_sms,
-                    arrival_timeout=_LIMIT,
-                    progress_timeout=_LIMIT,
-                    lane=rank,
-                )
+            KernelRank(
+                shape,
+                rank,
+                parts[rank],
+                num_sms=self.num_sms,
+                arrival_timeout=_LIMIT,
+                progress_timeout=_LIMIT,
+                lane=rank,
             )
             for rank in ranks
         ]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mega_moe._backends import facts
-from mega_moe._backends.tables import plain_tables
+from mega_moe._backends.choice import facts
 from mega_moe.bench.kernel_ranks import KernelRanks, Options, why_not
 from mega_moe.bench.trace_events import Trace, read
 from mega_moe.bench.trace_kinds import ROLES, WORDS
 from mega_moe.bench.trace_tiles import Wanted, of_backward, of_forward
+from mega_moe.testing.tables import plain_tables
 
 FIRST_ROWS = 512  # of a lane; twice as many whenever one was full
 MOST_ROWS = 1 << 16

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mega_moe._backends import decide as module
-from mega_moe._backends.decide import BACKENDS, Verdict, decide
-from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice import decide as module
+from mega_moe._backends.choice.decide import BACKENDS, Verdict, decide, why_no_kernel_router
+from mega_moe._backends.choice.facts import RankFacts, Variant
+from mega_moe._backends.choice.request import Request
 
 from ._deep_gemm_rows import ROWS
-from ._facts import FULL, STAGE_ONLY, cpu, gpu, kernels, pair, request
+from ._facts import FULL, PROBE_ONLY, cpu, gpu, kernels, pair, request
 
 
 class Row(NamedTuple):
@@ -171,7 +171,7 @@ TABLE = {
         "fused",
         (NO_ROUTE, missing("forward", "bf16")),
         request(),
-        [gpu(variants=STAGE_ONLY)],
+        [gpu(variants=PROBE_ONLY)],
     ),
     # Plain operators stand in for the backward kernel.
     "no-backward": Row("fused", (), request(), [gpu(variants=kernels("forward bf16"))]),
@@ -381,6 +381,7 @@ def lines_run(row: Row) -> set[int]:
     sys.settrace(trace)
     try:
         decide(row.request, row.facts, row.named)
+        why_no_kernel_router(row.request, row.facts)
     finally:
         sys.settrace(before)
     return seen

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import mega_moe
-from mega_moe._backends import activation, grouped, plain, reference
+from mega_moe._backends.plain import activation, grouped, reference
+from mega_moe._backends.plain import executor as plain
 from mega_moe.testing import Gradients, Problem, fp64_moe, fp64_moe_grads, random_problem, relative_l2
 
 from ._layer import (

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_moe._backends.arithmetic import Experts, Wanted
-from mega_moe._backends.facts import variants
-from mega_moe._backends.reference import ReferenceArithmetic
-from mega_moe._backends.symmetric import Shape
-from mega_moe._backends.tables import plain_tables
+from mega_moe._backends.choice.facts import variants
+from mega_moe._backends.fused.memory import Shape
+from mega_moe._backends.plain.arithmetic import Experts, Wanted
+from mega_moe._backends.plain.reference import ReferenceArithmetic
 from mega_moe._base.activation import Activation
 from mega_moe._base.layer import Gradients
+from mega_moe.testing.tables import plain_tables
 
 from ._backward import ExactGradients, exact_gradients
 from ._emulated import combined
@@ -107,7 +107,7 @@ def emulated_gradients(
             "fp8",
             "fp8" if in_fp8 else "bf16",
             power_of_two=power_of_two,
-            block_product=block_product_of(layer.device),
+            block_gemm=block_product_of(layer.device),
         )
         got = arithmetic.backward(
             x[at],
