@@ -12,7 +12,6 @@ import math
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,8 +83,21 @@ class GroupControl(Control):
         self._group: Any = self._connect(datetime.timedelta(seconds=self.timeout))
 
     def exchange(self, header: Tensor, what: str) -> Tensor:
+        if self._failed:
+            raise MegaMoEError(f"the ranks of this buffer lost one another earlier: {self._failed}")
+        self._step += 1
+        start = time.monotonic()
         gathered = torch.empty(self.size, header.numel(), dtype=header.dtype)
-        self._bounded(lambda: self._all_gather(header, gathered), what)
+        try:
+            self._group.allgather([list(gathered)], [header]).wait()
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            head = f"rank {self.rank} of {self.size}: {what}: exchange {self._step} of this buffer"
+            with contextlib.suppress(RuntimeError):  # the store's server is gone too: _who says so
+                self._store.set(f"{self._step}/{self.rank}", what)
+                time.sleep(_GRACE_SECONDS)
+            self._failed = self._who(str(self._step), head, waited, error)
+            raise RankTimeoutError(self._failed) from error
         return gathered
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -98,9 +110,6 @@ class GroupControl(Control):
         self._failed = self._failed or "the buffer was destroyed"
         self._group = None
 
-    def _all_gather(self, row: Tensor, into: Tensor) -> None:
-        self._group.allgather([list(into)], [row]).wait()
-
     def _connect(self, limit: datetime.timedelta) -> Any:
         start = time.monotonic()
         try:
@@ -112,22 +121,6 @@ class GroupControl(Control):
         except RuntimeError as error:
             head = f"rank {self.rank} of {self.size}: {_CONSTRUCTION}"
             raise RankTimeoutError(self._who("arrived", head, time.monotonic() - start, error)) from error
-
-    def _bounded(self, collective: Callable[[], None], what: str) -> None:
-        if self._failed:
-            raise MegaMoEError(f"the ranks of this buffer lost one another earlier: {self._failed}")
-        self._step += 1
-        start = time.monotonic()
-        try:
-            collective()
-        except RuntimeError as error:
-            waited = time.monotonic() - start
-            head = f"rank {self.rank} of {self.size}: {what}: exchange {self._step} of this buffer"
-            with contextlib.suppress(RuntimeError):  # the store's server is gone too: _who says so
-                self._store.set(f"{self._step}/{self.rank}", what)
-                time.sleep(_GRACE_SECONDS)
-            self._failed = self._who(str(self._step), head, waited, error)
-            raise RankTimeoutError(self._failed) from error
 
     def _who(self, step: str, head: str, waited: float, error: RuntimeError) -> str:
         """Which ranks said at the store that they came to ``step``."""

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.plain.activation import activate, rounded_sigmoid
-from mega_moe._backends.plain.arithmetic import Experts, Payload, RowGrads, Wanted
+from mega_moe._backends.plain.arithmetic import Experts, Payload
 from mega_moe._backends.plain.quantize import quantize_rows, scaled_gemm
 from mega_moe._backends.plain.reference import ReferenceArithmetic
+from mega_moe._base.layer import Gradients, Needs
 
 
 class OfCopies(ReferenceArithmetic):
@@ -43,7 +44,9 @@ class BackwardOfCopies(ReferenceArithmetic):
         self._copies = copies
         self._expert = -1
 
-    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+    def backward(
+        self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, needs: Needs, dw_dtype: torch.dtype
+    ) -> Gradients:
         """Expert by expert, so that `multiply` knows whose copies it reads."""
         parts, start = [], 0
         for expert, count in enumerate(experts.counts):
@@ -52,8 +55,8 @@ class BackwardOfCopies(ReferenceArithmetic):
             one = Experts(
                 experts.gate_up[expert][None], experts.down[expert][None], [count], experts.activation
             )
-            parts.append(super().backward(x[rows], dy[rows], weight[rows], one, wanted))
-        return RowGrads(
+            parts.append(super().backward(x[rows], dy[rows], weight[rows], one, needs, dw_dtype))
+        return Gradients(
             *(None if own[0] is None else torch.cat([p for p in own if p is not None]) for own in zip(*parts))
         )
 

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -431,6 +432,6 @@ def test_every_backend_is_judged_in_order_of_preference() -> None:
 
 def test_decide_changes_nothing() -> None:
     facts = pair()
-    before = [fact.as_dict() for fact in facts]
+    before = [asdict(fact) for fact in facts]
     assert decide(request(num_ranks=2), facts) == decide(request(num_ranks=2), tuple(facts))
-    assert before == [fact.as_dict() for fact in facts]
+    assert before == [asdict(fact) for fact in facts]

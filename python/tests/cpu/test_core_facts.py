@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ def test_facts_of_the_cpu_are_this_machine() -> None:
 def test_facts_are_equal_from_call_to_call_and_fit_into_json() -> None:
     fact = collect("cpu")
     assert fact == collect(torch.device("cpu"))
-    told = json.loads(json.dumps(fact.as_dict()))
+    told = json.loads(json.dumps(asdict(fact)))
     assert told.keys() == RankFacts.__dataclass_fields__.keys()
 
 
@@ -105,7 +106,7 @@ def test_facts_of_a_gpu() -> None:
     assert (fact.num_sms, fact.memory_bytes) == (132, 1 << 37)
     assert fact.peer_access == (("uuid1", False),)
     assert fact.driver_cuda == (12, 9)
-    json.dumps(fact.as_dict())
+    json.dumps(asdict(fact))
 
 
 @pytest.mark.usefixtures("two_gpus")

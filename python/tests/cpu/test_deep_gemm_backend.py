@@ -16,9 +16,10 @@ from torch import Tensor
 from mega_moe import BackendRefusedError, LibraryError
 from mega_moe._backends.deep_gemm import library as deep_gemm_library
 from mega_moe._backends.deep_gemm.arithmetic import DeepGemmArithmetic
-from mega_moe._backends.plain.arithmetic import Experts, RowGrads, Wanted
+from mega_moe._backends.plain.arithmetic import Experts
 from mega_moe._backends.plain.grouped import GroupedArithmetic
 from mega_moe._base.activation import Activation
+from mega_moe._base.layer import Gradients, Needs
 from mega_moe.testing import relative_l2
 
 HIDDEN, INNER = 64, 32
@@ -111,9 +112,8 @@ def test_as_torch_s_own_products(counts: list[int], clamp: float | None, library
     ours, theirs = DeepGemmArithmetic(gemms(library)), GroupedArithmetic()
     assert relative_l2(ours.forward((x,), weight, experts), theirs.forward((x,), weight, experts)) < 1e-3
     for dtype in (torch.bfloat16, torch.float32):
-        wanted = Wanted(True, True, True, True, dtype)
-        got, want = (a.backward(x, dy, weight, experts, wanted) for a in (ours, theirs))
-        for name, mine, other in zip(RowGrads._fields, got, want):
+        got, want = (a.backward(x, dy, weight, experts, Needs(), dtype) for a in (ours, theirs))
+        for name, mine, other in zip(Gradients._fields, got, want):
             assert mine is not None
             assert other is not None
             assert (mine.shape, mine.dtype) == (other.shape, other.dtype), name
@@ -129,7 +129,7 @@ def test_without_a_row_nothing_is_launched(library: MadeUp) -> None:
     x, dy, weight, experts = rows([0, 0, 0])
     ours = DeepGemmArithmetic(gemms(library))
     assert ours.forward((x,), weight, experts).shape == (0, HIDDEN)
-    dx, dw, dw1, dw2 = ours.backward(x, dy, weight, experts, Wanted(True, True, True, True, torch.float32))
+    dx, dw, dw1, dw2 = ours.backward(x, dy, weight, experts, Needs(), torch.float32)
     assert dx is not None
     assert dw is not None
     assert (dx.shape, dw.shape) == ((0, HIDDEN), (0,))
@@ -145,10 +145,10 @@ def test_only_what_is_wanted(library: MadeUp) -> None:
     ours = DeepGemmArithmetic(gemms(library))
     for index in range(4):
         needs = [i == index for i in range(4)]
-        got = ours.backward(x, dy, weight, experts, Wanted(*needs, torch.bfloat16))
+        got = ours.backward(x, dy, weight, experts, Needs(*needs), torch.bfloat16)
         assert [g is not None for g in got] == needs
     none = ours.backward(
-        x[:0], dy[:0], weight[:0], experts._replace(counts=[0, 0]), Wanted(*[False] * 4, torch.bfloat16)
+        x[:0], dy[:0], weight[:0], experts._replace(counts=[0, 0]), Needs(*[False] * 4), torch.bfloat16
     )
     assert none == (None,) * 4
 

@@ -83,7 +83,7 @@ def abort_word(rank: int, role: int, kind: int, index: int) -> int:
         (
             record(faults.TILE_INPUT, faults.PROGRESS, 40, 8, 64),
             RankTimeoutError,
-            ["the products in call 17", "row block 40", "seen 8", "wanted 64"],
+            ["the GEMMs in call 17", "row block 40", "seen 8", "wanted 64"],
         ),
         (
             record(faults.PUSH_INPUT, faults.PROGRESS, 77, 0, 16),

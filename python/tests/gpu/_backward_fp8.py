@@ -16,10 +16,10 @@ from torch import Tensor
 
 from mega_moe._backends.choice.facts import variants
 from mega_moe._backends.fused.memory import Shape
-from mega_moe._backends.plain.arithmetic import Experts, Wanted
+from mega_moe._backends.plain.arithmetic import Experts
 from mega_moe._backends.plain.reference import ReferenceArithmetic
 from mega_moe._base.activation import Activation
-from mega_moe._base.layer import Gradients
+from mega_moe._base.layer import Gradients, Needs
 from mega_moe.testing.tables import plain_tables
 
 from ._backward import ExactGradients, exact_gradients
@@ -114,13 +114,14 @@ def emulated_gradients(
             all_dy[at],
             weights[at, of],
             Experts(layer.gate_up, layer.down, counts, Activation(clamp=clamp)),
-            Wanted(True, True, True, True, torch.float32),
+            Needs(),
+            torch.float32,
         )
         assert got.dx is not None
-        assert got.dw is not None
+        assert got.dtopk is not None
         assert got.dw_gate_up is not None
         assert got.dw_down is not None
-        slots[at, of], dtopk[at, of] = got.dx, got.dw
+        slots[at, of], dtopk[at, of] = got.dx, got.dtopk
         dw_gate_up += got.dw_gate_up
         dw_down += got.dw_down
     sizes = [len(own) for own in layer.x]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mega_moe._backends.choice.decide import Verdict, check_name, choose, decide
@@ -47,7 +47,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "request": self.request.as_dict(),
+            "request": asdict(self.request),
             "chosen": self.chosen,
             "refusal": self.refusal,
             "verdicts": [v.as_dict() for v in self.verdicts],

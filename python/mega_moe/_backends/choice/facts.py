@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import socket
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,6 @@ class RankFacts:
     @property
     def device_type(self) -> str:
         return self.device.split(":")[0]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def default_device(group_backend: str | None) -> torch.device:

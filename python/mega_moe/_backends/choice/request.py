@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mega_moe._base.activation import Activation
 from mega_moe._base.mode import Mode
@@ -84,6 +83,3 @@ class Request:
     def power_of_two(self) -> bool:
         """Whether scale factors are rounded up to powers of two."""
         return self.scale_format == "power_of_two"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

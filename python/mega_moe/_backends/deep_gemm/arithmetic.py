@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mega_moe._backends.deep_gemm.library import Gemms
 from mega_moe._backends.plain.activation import activate, activate_backward
-from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload, RowGrads, Wanted
+from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload
+from mega_moe._base.layer import Gradients, Needs
 
 
 class _Layout(NamedTuple):
@@ -39,14 +40,16 @@ class DeepGemmArithmetic(Arithmetic):
         h = (activate(z, experts.activation) * _pad(weight, layout)[:, None]).to(z.dtype)
         return self._nt(h, experts.down, layout)[layout.place]
 
-    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+    def backward(
+        self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, needs: Needs, dw_dtype: torch.dtype
+    ) -> Gradients:
         gate_up, down = experts.gate_up, experts.down
         if not len(weight):
-            return RowGrads(
-                torch.empty_like(x) if wanted.dx else None,
-                weight.new_empty(0) if wanted.dw else None,
-                torch.zeros_like(gate_up, dtype=wanted.dw_dtype) if wanted.gate_up else None,
-                torch.zeros_like(down, dtype=wanted.dw_dtype) if wanted.down else None,
+            return Gradients(
+                torch.empty_like(x) if needs.x else None,
+                weight.new_empty(0) if needs.topk_weights else None,
+                torch.zeros_like(gate_up, dtype=dw_dtype) if needs.w_gate_up else None,
+                torch.zeros_like(down, dtype=dw_dtype) if needs.w_down else None,
             )
         layout = self._layout(experts.counts, weight.device)
         x, dy = _pad(x, layout), _pad(dy, layout)
@@ -55,13 +58,13 @@ class DeepGemmArithmetic(Arithmetic):
         grads = activate_backward(z, _pad(weight, layout), dh, experts.activation)
         # Padded rows are part of the contraction of dW: there they must be zeros.
         dz = grads.dz.to(z.dtype).index_fill_(0, layout.padding, 0)
-        dx = self._nn(dz, gate_up, layout)[layout.place] if wanted.dx else None
-        dw1 = self._tn(dz, x, layout).to(wanted.dw_dtype) if wanted.gate_up else None
+        dx = self._nn(dz, gate_up, layout)[layout.place] if needs.x else None
+        dw1 = self._tn(dz, x, layout).to(dw_dtype) if needs.w_gate_up else None
         dw2 = None
-        if wanted.down:
+        if needs.w_down:
             h = grads.h.to(z.dtype).index_fill_(0, layout.padding, 0)
-            dw2 = self._tn(dy, h, layout).to(wanted.dw_dtype)
-        return RowGrads(dx, grads.dw[layout.place] if wanted.dw else None, dw1, dw2)
+            dw2 = self._tn(dy, h, layout).to(dw_dtype)
+        return Gradients(dx, grads.dw[layout.place] if needs.topk_weights else None, dw1, dw2)
 
     def _layout(self, counts: list[int], device: torch.device) -> _Layout:
         # On the CPU, where the counts are, and copied over in one go each.

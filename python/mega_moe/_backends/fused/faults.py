@@ -99,7 +99,7 @@ def _phase(role: int) -> str:
     if role in (PULL_SOURCE, CHUNK_FREE):
         return "dispatch"
     if role == TILE_INPUT:
-        return "the products"
+        return "the GEMMs"
     return "combine" if role in (PUSH_INPUT, OWNER_SUM, LAST_SUMS) else "routing"
 
 

@@ -1,8 +1,8 @@
-"""e4m3 copies of the weights: made by one kernel, for each call anew or, where the user says so, kept between calls.
+"""e4m3 copies of the weights: made by one kernel for each call or, where the user says so, kept between calls.
 
 Nothing that torch shows of a tensor proves that its numbers are the old ones: its version does not count what torch's
-own fused optimizers write, nor writes through ``.data``, by other libraries or in a replayed graph, and FSDP fills the
-memory of a parameter anew under the old version. So a call makes its own copies unless `WeightCopies.reused` is open.
+own fused optimizers write, nor writes through ``.data``, by other libraries or in a replayed graph, and FSDP refills
+the memory of a parameter under the old version. So a call makes its own copies unless `WeightCopies.reused` is open.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class WeightCopies:
 
     def of(self, weight: Tensor, *, codes: bool, transposed: bool) -> WeightCopy:
         """Copies of ``weight [E, N, K]`` bf16 as it is now, on the current stream; of what is kept, more may come."""
-        self._drop_freed()
+        # Freed memory is FSDP's, which later gathers what may be other numbers.
+        self._kept = {key: kept for key, kept in self._kept.items() if kept.storage.nbytes()}
         if not self._open or not _can_keep(weight):
             return self._make(weight, codes, transposed)
         kept = self._kept.get(id(weight))
@@ -102,12 +103,6 @@ class WeightCopies:
             if not self._open:
                 self.changed()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is kept now."""
-        tensors = (t for kept in self._kept.values() for t in kept.copy if t is not None)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     def _make(self, weight: Tensor, codes: bool, transposed: bool) -> WeightCopy:
         experts, rows, columns = weight.shape
         device = weight.device
@@ -122,11 +117,6 @@ class WeightCopies:
         scales = torch.empty(experts, rows // SCALE_BLOCK, columns // SCALE_BLOCK, device=device)
         library.require().quantize_weights(dense(weight), plain, turned, scales, self._power_of_two)
         return WeightCopy(plain, turned, scales)
-
-    def _drop_freed(self) -> None:
-        """Forget weights whose memory was given back: FSDP does so, and later gathers what may be other numbers."""
-        for key in [key for key, kept in self._kept.items() if kept.storage.nbytes() == 0]:
-            del self._kept[key]
 
 
 def copies_nbytes(num_experts: int, rows: int, columns: int, *, copies: int) -> int:

@@ -10,18 +10,10 @@ from torch import Tensor
 
 from mega_moe._backends.plain.activation import wide
 from mega_moe._base.activation import Activation
+from mega_moe._base.layer import Gradients, Needs
 
 # x as it travels to the experts: (rows,), or (e4m3 codes, scale factors).
 Payload = tuple[Tensor, ...]
-
-
-class RowGrads(NamedTuple):
-    """Gradients of one rank's rows: ``dx [M, H]``, ``dw [M]`` of the routing weights, and of the local weights."""
-
-    dx: Tensor | None
-    dw: Tensor | None
-    dw_gate_up: Tensor | None
-    dw_down: Tensor | None
 
 
 class Experts(NamedTuple):
@@ -34,16 +26,6 @@ class Experts(NamedTuple):
     down: Tensor
     counts: list[int]
     activation: Activation
-
-
-class Wanted(NamedTuple):
-    """Which gradients a backward computes, and the dtype of those of the experts' weights."""
-
-    dx: bool
-    dw: bool
-    gate_up: bool
-    down: bool
-    dw_dtype: torch.dtype
 
 
 class Arithmetic(ABC):
@@ -60,8 +42,10 @@ class Arithmetic(ABC):
         """-> ``o [M, H]``, rounded to the weights' dtype."""
 
     @abstractmethod
-    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
-        """From ``x`` and ``dy [M, H]``; what is not wanted is None."""
+    def backward(
+        self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, needs: Needs, dw_dtype: torch.dtype
+    ) -> Gradients:
+        """Of ``x`` and ``dy [M, H]``: dx ``[M, H]``, dtopk ``[M]``, and the experts' in ``dw_dtype``, where needed."""
 
     def sum_slots(self, rows: Tensor) -> Tensor:
         """``rows [T, K, H]`` -> their sum over K in a fixed order, wide ``[T, H]``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_moe._backends.group import Control
 from mega_moe._backends.plain.activation import wide
-from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload, Wanted
+from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload
 from mega_moe._backends.plain.exchange import (
     ReceivePlan,
     SendPlan,
@@ -109,15 +109,15 @@ class PlainExecutor:
         # Rows travel in the inputs' dtype: wgrad reads them so, and quantizing on arrival gives the same codes.
         arrived, tables = self._dispatch(call, (x.contiguous(), dy))
         # A rank computes the rows' gradients for every rank that asked, the weights' for itself.
-        wanted = Wanted(bool(call.needs & 1), bool(call.needs & 2), needs.w_gate_up, needs.w_down, dw_dtype)
+        of_rows = needs._replace(x=bool(call.needs & 1), topk_weights=bool(call.needs & 2))
         experts = Experts(w_gate_up, w_down, tables.receive.counts, activation)
-        grads = self.arithmetic.backward(arrived[0], arrived[1], tables.weight, experts, wanted)
+        grads = self.arithmetic.backward(arrived[0], arrived[1], tables.weight, experts, of_rows, dw_dtype)
         dx = dtopk = None
         if grads.dx is not None:
             dx = self._combine(grads.dx, tables, x.shape, topk_idx.shape[1])
-        if grads.dw is not None:
-            pairs = torch.zeros(topk_idx.numel(), dtype=grads.dw.dtype, device=x.device)
-            pairs[tables.send.pair] = self._return(grads.dw, tables)
+        if grads.dtopk is not None:
+            pairs = torch.zeros(topk_idx.numel(), dtype=grads.dtopk.dtype, device=x.device)
+            pairs[tables.send.pair] = self._return(grads.dtopk, tables)
             dtopk = pairs.view(topk_idx.shape).to(topk_weights.dtype)
         return Gradients(
             dx if needs.x else None,

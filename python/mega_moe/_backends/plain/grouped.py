@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mega_moe._backends.plain.activation import activate, activate_backward
-from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload, RowGrads, Wanted
+from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload
+from mega_moe._base.layer import Gradients, Needs
 
 
 class GroupedArithmetic(Arithmetic):
@@ -18,16 +19,18 @@ class GroupedArithmetic(Arithmetic):
         h = (activate(z, experts.activation) * weight[:, None]).to(z.dtype)
         return _by_weight(h, experts.down.transpose(1, 2), experts.counts)
 
-    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+    def backward(
+        self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, needs: Needs, dw_dtype: torch.dtype
+    ) -> Gradients:
         counts, dtype = experts.counts, experts.down.dtype
         z = _by_weight(x, experts.gate_up.transpose(1, 2), counts)
         grads = activate_backward(z, weight, _by_weight(dy, experts.down, counts), experts.activation)
         dz = grads.dz.to(dtype)
-        return RowGrads(
-            _by_weight(dz, experts.gate_up, counts) if wanted.dx else None,
-            grads.dw if wanted.dw else None,
-            _by_rows(dz, x, counts).to(wanted.dw_dtype) if wanted.gate_up else None,
-            _by_rows(dy, grads.h.to(dtype), counts).to(wanted.dw_dtype) if wanted.down else None,
+        return Gradients(
+            _by_weight(dz, experts.gate_up, counts) if needs.x else None,
+            grads.dw if needs.topk_weights else None,
+            _by_rows(dz, x, counts).to(dw_dtype) if needs.w_gate_up else None,
+            _by_rows(dy, grads.h.to(dtype), counts).to(dw_dtype) if needs.w_down else None,
         )
 
 

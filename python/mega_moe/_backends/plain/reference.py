@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mega_moe._backends.plain import quantize
 from mega_moe._backends.plain.activation import activate, activate_backward, rounded_sigmoid, wide
-from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload, RowGrads, Wanted
+from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload
+from mega_moe._base.layer import Gradients, Needs
 
 
 class _Gemm:
@@ -70,13 +71,15 @@ class ReferenceArithmetic(Arithmetic):
             out[rows] = gemm.multiply(gemm.encode(h, dtype), experts.down[expert]).to(dtype)
         return out
 
-    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+    def backward(
+        self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, needs: Needs, dw_dtype: torch.dtype
+    ) -> Gradients:
         dtype, gemm = experts.down.dtype, self._backward
-        dx = torch.empty_like(x) if wanted.dx else None
-        dw = torch.empty(weight.shape[0], dtype=wide(dtype), device=x.device) if wanted.dw else None
+        dx = torch.empty_like(x) if needs.x else None
+        dw = torch.empty(weight.shape[0], dtype=wide(dtype), device=x.device) if needs.topk_weights else None
         # Zeros: an expert without rows has a gradient of exactly zero.
-        dw1 = x.new_zeros(experts.gate_up.shape, dtype=wanted.dw_dtype) if wanted.gate_up else None
-        dw2 = x.new_zeros(experts.down.shape, dtype=wanted.dw_dtype) if wanted.down else None
+        dw1 = x.new_zeros(experts.gate_up.shape, dtype=dw_dtype) if needs.w_gate_up else None
+        dw2 = x.new_zeros(experts.down.shape, dtype=dw_dtype) if needs.w_down else None
         for expert, rows in _blocks(experts.counts):
             gate_up, down = experts.gate_up[expert], experts.down[expert]
             z = gemm.multiply(gemm.encode(x[rows], dtype), gate_up).to(dtype)
@@ -89,10 +92,10 @@ class ReferenceArithmetic(Arithmetic):
             if dw1 is not None:
                 # The e4m3 GEMM reads dz before it is rounded, as dgrad does.
                 dz = grads.dz if self._dw_in_fp8 else grads.dz.to(dtype)
-                dw1[expert] = self._outer(dz, x[rows], dtype).to(wanted.dw_dtype)
+                dw1[expert] = self._outer(dz, x[rows], dtype).to(dw_dtype)
             if dw2 is not None:
-                dw2[expert] = self._outer(dy[rows], grads.h.to(dtype), dtype).to(wanted.dw_dtype)
-        return RowGrads(dx, dw, dw1, dw2)
+                dw2[expert] = self._outer(dy[rows], grads.h.to(dtype), dtype).to(dw_dtype)
+        return Gradients(dx, dw, dw1, dw2)
 
     def _outer(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """``left [M, A]``, ``right [M, B]`` -> ``left^T right [A, B]``, wide."""
