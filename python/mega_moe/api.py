@@ -186,10 +186,7 @@ def _check(
             raise TypeError(
                 f"{name}: got {tensor.dtype}, want x's dtype {x.dtype} (nn.MegaMoE casts under autocast)"
             )
-    if tokens > buffer.max_tokens_per_rank:
-        raise ValueError(
-            f"x: got {tokens} tokens, the buffer was built for {buffer.max_tokens_per_rank} per rank"
-        )
+    _capacity("x", tokens, buffer)
     if grad_buffers is not None:
         if not isinstance(grad_buffers, tuple) or len(grad_buffers) != 2:
             raise TypeError(
@@ -209,10 +206,7 @@ def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, buffer: MoEBuf
     if topk_weights is not None:
         _tensor("topk_weights", topk_weights, buffer, (torch.float32, torch.bfloat16))
         _shape("topk_weights", topk_weights, tuple(topk_idx.shape))
-    if len(topk_idx) > buffer.max_tokens_per_rank:
-        raise ValueError(
-            f"topk_idx: got {len(topk_idx)} tokens, the buffer was built for {buffer.max_tokens_per_rank} per rank"
-        )
+    _capacity("topk_idx", len(topk_idx), buffer)
 
 
 def _tensor(name: str, value: Tensor, buffer: MoEBuffer, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -227,6 +221,13 @@ def _tensor(name: str, value: Tensor, buffer: MoEBuffer, dtypes: tuple[torch.dty
         raise TypeError(f"{name}: got {value.dtype}, want one of {listed} (backend {buffer.backend})")
     if value.device != buffer.device:
         raise ValueError(f"{name}: got a tensor on {value.device}, the buffer is on {buffer.device}")
+
+
+def _capacity(name: str, tokens: int, buffer: MoEBuffer) -> None:
+    if tokens > buffer.max_tokens_per_rank:
+        raise ValueError(
+            f"{name}: got {tokens} tokens, the buffer was built for {buffer.max_tokens_per_rank} per rank"
+        )
 
 
 def _shape(name: str, value: Tensor, want: tuple[int | None, ...]) -> None:

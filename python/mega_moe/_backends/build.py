@@ -16,7 +16,7 @@ from mega_moe._backends.deep_gemm import library as deep_gemm_library
 from mega_moe._backends.deep_gemm.arithmetic import DeepGemmArithmetic
 from mega_moe._backends.fused.executor import FusedExecutor
 from mega_moe._backends.fused.launch import KernelRank
-from mega_moe._backends.fused.memory import of_group, of_one_rank, symmetric_layout
+from mega_moe._backends.fused.memory import of_group, of_virtual_ranks, symmetric_layout
 from mega_moe._backends.fused.prequantized import PrequantizedLayer
 from mega_moe._backends.fused.rows import SavedRows
 from mega_moe._backends.fused.weight_copies import WeightCopies
@@ -98,7 +98,10 @@ def build_kernels(
         return None, "; ".join(reasons)
     shape = kernel_shape(request, explanation.chosen == "fused", explanation.has_fused_backward)
     nbytes = symmetric_layout(shape).total
-    memory = of_one_rank(nbytes, device) if group is None else of_group(nbytes, device, group, control)
+    if group is None:
+        (memory,) = of_virtual_ranks(nbytes, device, 1)
+    else:
+        memory = of_group(nbytes, device, group, control)
     kernels = KernelRank(
         shape,
         control.rank,

@@ -6,7 +6,7 @@ A backend is refused with every reason that applies, so that a person mends them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mega_moe._base.errors import BackendRefusedError
@@ -52,12 +52,7 @@ class Verdict:
         return not self.reasons
 
     def as_dict(self) -> dict[str, object]:
-        return {
-            "backend": self.backend,
-            "accepted": self.accepted,
-            "reasons": list(self.reasons),
-            "note": self.note,
-        }
+        return asdict(self) | {"accepted": self.accepted, "reasons": list(self.reasons)}
 
     def __str__(self) -> str:
         if not self.accepted:
@@ -111,9 +106,7 @@ def check_name(name: str, backend: str) -> str | None:
 def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
     if request.precision == "mxfp8":
         yield _NO_MXFP8
-    if request.dtype != "bfloat16":
-        yield f"takes bfloat16 inputs, got {request.dtype}"
-    yield from _tiles(request, [v for fact in facts for v in fact.variants])
+    yield from _fused_shape(request, [v for fact in facts for v in fact.variants])
     yield from _of_ranks(facts, lambda fact: _fused_device(request, fact))
     yield from _links(facts)
     if _stand_in(request, facts) is not None:
@@ -122,13 +115,9 @@ def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
 
 def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[str]:
     """Every reason in ``request`` itself against a wheel with ``variants``; empty where some device could serve it."""
-    reasons = list(_tiles(request, variants))
-    if request.dtype != "bfloat16":
-        reasons.append(f"takes bfloat16 inputs, got {request.dtype}")
-    for op, precision in _needed(request):
-        if not any(v.computes(op, precision) for v in variants):
-            reasons.append(f"this wheel holds no {_called(op)} kernel in {precision}")
-    return reasons
+    lacking = [need for need in _needed(request) if not any(v.computes(*need) for v in variants)]
+    kernels = [f"this wheel holds no {_called(op)} kernel in {precision}" for op, precision in lacking]
+    return [*_fused_shape(request, variants), *kernels]
 
 
 def holds_backward(request: Request, variants: Sequence[Variant]) -> bool:
@@ -149,14 +138,16 @@ def _called(op: str) -> str:
     return {"quantize_weights": "weight-quantizing"}.get(op, f"fused {op}")
 
 
-def _tiles(request: Request, variants: Sequence[Variant]) -> Iterator[str]:
-    """What the tiles of the forward kernels cannot divide, of the kernel that lacks least."""
+def _fused_shape(request: Request, variants: Sequence[Variant]) -> Iterator[str]:
+    """What ``variants`` cannot serve in any device: the dtype, and extents that no tile of a forward kernel divides."""
+    if request.dtype != "bfloat16":
+        yield f"takes bfloat16 inputs, got {request.dtype}"
     lacks = [
         list(_multiples(request, hidden=v.hidden_multiple, intermediate=v.intermediate_multiple))
         for v in variants
         if v.computes("forward", request.forward_precision)
     ]
-    yield from min(lacks, key=len, default=[])
+    yield from min(lacks, key=len, default=[])  # of the kernel that divides most of them
 
 
 def _multiples(request: Request, shown: str | None = None, **multiples: int) -> Iterator[str]:
@@ -208,8 +199,7 @@ def _fused_device(request: Request, fact: RankFacts) -> Iterator[str]:
         yield f"needs an NVIDIA GPU, the device is {fact.device}"
         return
     if fact.library_loaded:
-        yield from _architecture(request, fact)
-        yield from _driver(fact)
+        yield from _wheel(request, fact)
     left = (fact.num_sms or 0) - request.num_reserved_sms
     if left < FUSED_MIN_SMS:
         yield (
@@ -217,18 +207,23 @@ def _fused_device(request: Request, fact: RankFacts) -> Iterator[str]:
         )
 
 
-def _architecture(request: Request, fact: RankFacts) -> Iterator[str]:
+def _wheel(request: Request, fact: RankFacts) -> Iterator[str]:
     device = _capability(fact)
     serving = [a for a in fact.library_architectures if a.rstrip("af") == device]
     if not serving:
         holds = ", ".join(f"sm_{a}" for a in fact.library_architectures) or "none"
         yield f"the device is sm_{device} ({fact.device_name}), this wheel holds {holds}{_WHAT_TO_INSTALL}"
-        return
-    if not _holds("route", "none", fact):
-        yield f"this wheel holds no routing kernel for sm_{device}"
-    for op, precision in _needed(request):
-        if not _holds(op, precision, fact):
-            yield f"this wheel holds no {_called(op)} kernel in {precision} for sm_{serving[0]}"
+    else:
+        if not _holds("route", "none", fact):
+            yield f"this wheel holds no routing kernel for sm_{device}"
+        for op, precision in _needed(request):
+            if not _holds(op, precision, fact):
+                yield f"this wheel holds no {_called(op)} kernel in {precision} for sm_{serving[0]}"
+    # A cubin of CUDA n needs a driver of CUDA n or later.
+    if fact.library_cuda is not None and fact.driver_cuda is not None:
+        have, built = fact.driver_cuda, fact.library_cuda
+        if have[0] < int(built.split(".")[0]):
+            yield f"the driver serves CUDA {have[0]}.{have[1]}, this wheel is built with CUDA {built}{_WHAT_TO_INSTALL}"
 
 
 def _capability(fact: RankFacts) -> str:
@@ -242,16 +237,6 @@ def _holds(op: str, precision: str, fact: RankFacts, wgrad: str = "none") -> boo
         v.computes(op, precision, wgrad) and v.architecture.rstrip("af") == _capability(fact)
         for v in fact.variants
     )
-
-
-def _driver(fact: RankFacts) -> Iterator[str]:
-    """A cubin of CUDA n needs a driver of CUDA n or later."""
-    if fact.library_cuda is None or fact.driver_cuda is None:
-        return
-    built = int(fact.library_cuda.split(".")[0])
-    if fact.driver_cuda[0] < built:
-        have = ".".join(map(str, fact.driver_cuda))
-        yield f"the driver serves CUDA {have}, this wheel is built with CUDA {fact.library_cuda}{_WHAT_TO_INSTALL}"
 
 
 def _links(facts: Sequence[RankFacts]) -> Iterator[str]:

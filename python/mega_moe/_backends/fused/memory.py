@@ -132,13 +132,8 @@ def allocate(nbytes: int, device: torch.device) -> Tensor:
     return memory
 
 
-def of_one_rank(nbytes: int, device: torch.device) -> SymmetricMemory:
-    memory = allocate(nbytes, device)
-    return SymmetricMemory(memory, [memory.data_ptr()])
-
-
 def of_virtual_ranks(nbytes: int, device: torch.device, num_ranks: int) -> list[SymmetricMemory]:
-    """The parts of ``num_ranks`` ranks that one process plays on one GPU."""
+    """The parts of ``num_ranks`` ranks that one process plays on one GPU: one, or several in a test or a benchmark."""
     parts = [allocate(nbytes, device) for _ in range(num_ranks)]
     addresses = [part.data_ptr() for part in parts]
     return [SymmetricMemory(part, addresses, parts) for part in parts]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable
+import functools
+import hashlib
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,29 +23,12 @@ from mega_moe._backends.plain.exchange import (
     send_plan,
     take,
 )
-from mega_moe._base.activation import KINDS, Activation
+from mega_moe._base.activation import Activation
 from mega_moe._base.errors import MegaMoEError, PeerError
 from mega_moe._base.layer import Gradients, LayerInputs, Needs
 
 if TYPE_CHECKING:
     from mega_moe._backends.choice.request import Request
-
-_PHASES = ("no call", "forward", "backward")
-_FORWARD, _BACKWARD = 1, 2
-_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-
-
-class Header(NamedTuple):
-    """What a rank says of itself before a call; the rows for each expert follow it. All int64."""
-
-    call: int
-    refused: int
-    phase: int
-    dtype: int
-    activation: int
-    clamp: int
-    alpha: int
-    needs: int
 
 
 class _Call(NamedTuple):
@@ -84,7 +67,7 @@ class PlainExecutor:
     ) -> tuple[Tensor, None]:
         if saved_rows is not None:
             raise MegaMoEError("this backend saves no gate and up for the backward")
-        call = self._begin(_FORWARD, inputs, activation, 0)
+        call = self._begin("forward", inputs, activation, 0)
         arrived, tables = self._dispatch(call, self.arithmetic.payload(inputs.x.contiguous()))
         experts = Experts(inputs.w_gate_up, inputs.w_down, tables.receive.counts, activation)
         o = self.arithmetic.forward(arrived, tables.weight, experts)
@@ -105,7 +88,7 @@ class PlainExecutor:
             raise MegaMoEError("this backend saves no gate and up, and was given some")
         x, topk_idx, topk_weights, w_gate_up, w_down = inputs
         mask = sum(1 << bit for bit, need in enumerate(needs) if need)
-        call = self._begin(_BACKWARD, inputs, activation, mask)
+        call = self._begin("backward", inputs, activation, mask)
         # Rows travel in the inputs' dtype: wgrad reads them so, and quantizing on arrival gives the same codes.
         arrived, tables = self._dispatch(call, (x.contiguous(), dy))
         # A rank computes the rows' gradients for every rank that asked, the weights' for itself.
@@ -129,13 +112,9 @@ class PlainExecutor:
     def refuse(self, error: Exception, num_tokens: int = 0) -> None:
         """Let the other ranks, which are at or on their way to this call, raise PeerError with ``error``."""
         if self.control.size > 1:
-            self._agree(Header(self._next(), 1, _FORWARD, 0, 0, 0, 0, 0), torch.zeros(0), error)
+            self._agree({"phase": "forward"}, 0, torch.zeros(self.request.num_experts), error)
 
-    def _next(self) -> int:
-        self._call += 1
-        return self._call
-
-    def _begin(self, phase: int, inputs: LayerInputs, activation: Activation, needs: int) -> _Call:
+    def _begin(self, phase: str, inputs: LayerInputs, activation: Activation, needs: int) -> _Call:
         x, topk_idx, topk_weights = inputs[:3]
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
@@ -158,46 +137,30 @@ class PlainExecutor:
             refusal = ValueError(
                 f"topk_idx[{token}, {slot}]: got expert {int(topk_idx[token, slot])}, want -1 or 0 to {experts - 1}"
             )
-        header = Header(
-            self._next(),
-            int(refusal is not None),
-            phase,
-            _DTYPES.index(x.dtype),
-            KINDS.index(activation.kind),
-            _bits(activation.clamp),
-            _bits(activation.alpha),
-            needs,
-        )
-        everyone, union = self._agree(header, torch.tensor(totals, dtype=torch.int64), refusal)
+        call = {"phase": phase, "dtype": x.dtype, "activation": activation.kind}
+        call |= {"clamp": activation.clamp, "alpha": activation.alpha}
+        everyone, union = self._agree(call, needs, torch.tensor(totals), refusal)
         return _Call(ids, topk_weights.to(wide(x.dtype)), everyone, union)
 
-    def _agree(self, header: Header, counts: Tensor, refusal: Exception | None) -> tuple[Tensor, int]:
-        """Rows for each expert by rank, and the union of needs."""
-        what = f"{_PHASES[header.phase]} call {header.call}"
-        row = torch.zeros(len(header) + self.request.num_experts, dtype=torch.int64)
-        row[: len(header)] = torch.tensor(header)
-        row[len(header) : len(header) + counts.numel()] = counts
+    def _agree(
+        self, call: dict[str, Any], needs: int, counts: Tensor, refusal: Exception | None
+    ) -> tuple[Tensor, int]:
+        """Rows for each expert by rank, and the union of needs; raises where a rank refuses or runs another call."""
+        self._call += 1
+        what = f"{call['phase']} call {self._call}"
+        call["call"] = self._call
+        digest = int.from_bytes(hashlib.sha256(repr(call).encode()).digest()[:7], "big")
+        row = torch.cat((torch.tensor([int(refusal is not None), digest, needs]), counts.to(torch.int64)))
         rows = self.control.exchange(row, what)
-        headers = [Header(*values) for values in rows[:, : len(header)].tolist()]
-        if any(h.refused for h in headers):
+        refused, digests, everyones_needs = rows[:, :3].T.tolist()
+        if any(refused):
             self.control.gather_errors(refusal, what)
-        shown: dict[str, Callable[[int], object]] = {
-            "phase": _PHASES.__getitem__,
-            "call": int,
-            "dtype": _DTYPES.__getitem__,
-            "activation": KINDS.__getitem__,
-            "clamp": _number,
-            "alpha": _number,
-        }
-        for name, show in shown.items():
-            values = [getattr(h, name) for h in headers]
-            if len(set(values)) > 1:
-                got = ", ".join(f"rank {r}: {show(v)}" for r, v in enumerate(values))
-                raise PeerError(f"rank {self.control.rank}: ranks disagree on the {name} of {what}: {got}")
-        union = 0
-        for h in headers:
-            union |= h.needs
-        return rows[:, len(header) :], union
+        if len(set(digests)) > 1:
+            calls = self.control.gather(call, what)
+            name = next(name for name in call if len({other[name] for other in calls}) > 1)
+            got = ", ".join(f"rank {rank}: {other[name]}" for rank, other in enumerate(calls))
+            raise PeerError(f"rank {self.control.rank}: ranks disagree on the {name} of {what}: {got}")
+        return rows[:, 3:], functools.reduce(operator.or_, everyones_needs)
 
     def _dispatch(self, call: _Call, payload: Payload) -> tuple[Payload, _Tables]:
         counts, rank = call.counts, self.control.rank
@@ -227,14 +190,3 @@ class PlainExecutor:
         else:
             slots = rows.new_zeros(tokens * top_k, hidden).index_copy_(0, pair, returned)
         return self.arithmetic.sum_slots(slots.view(tokens, top_k, hidden)).to(rows.dtype)
-
-
-def _bits(number: float | None) -> int:
-    # The bits of a double, so that ranks agree on the exact number; those of a NaN stand for none.
-    bits: int = struct.unpack("q", struct.pack("d", math.nan if number is None else number))[0]
-    return bits
-
-
-def _number(bits: int) -> float | None:
-    number: float = struct.unpack("d", struct.pack("q", bits))[0]
-    return None if math.isnan(number) else number
