@@ -55,13 +55,13 @@ def moe(
 
     Raises:
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
-        PeerError: another rank refused its call or runs something else. To the fused backend a backward with x or
-            topk_weights frozen on some ranks only is something else; the others compute the gradients for all ranks.
+        PeerError: another rank refused its call or runs another one. To the fused backend a backward with x or
+            topk_weights frozen on some ranks only is another one; other backends compute the gradients for all ranks.
 
-    The fused backend does not wait for the device. What it meets there, an expert id out of range, a rank that refuses,
-    differs or does not come, makes the call's results NaN and raises in the next call on this buffer, backward
-    included, or in ``buffer.check()``; a bad id in this call where MEGA_MOE_DEBUG=1. Ranks that differ end at once, not
-    after a time limit; their buffer, as one that lost a rank, serves no further call.
+    The fused backend does not wait for the device. A fault found there (an expert id out of range, a rank that refuses,
+    runs another call or does not arrive) makes the call's results NaN and raises in the next call on this buffer,
+    backward included, or in ``buffer.check()``; with MEGA_MOE_DEBUG=1 a bad id raises in this call. Ranks whose calls
+    differ fail at once, not after a time limit; like one that lost a rank, their buffer serves no further call.
     """
     inputs = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down)
     try:
@@ -96,7 +96,7 @@ def route(topk_idx: Tensor, topk_weights: Tensor | None = None, *, buffer: MoEBu
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError in
             their next call or in ``buffer.check()``. An expert id out of range raises ValueError there too, or in this
             call where plain operators route or MEGA_MOE_DEBUG=1.
-        RankTimeoutError: a rank did not come to a past call in time; the buffer is lost.
+        RankTimeoutError: a rank did not reach a past call in time; the buffer is lost.
     """
     if not isinstance(buffer, MoEBuffer):
         raise TypeError(f"buffer: got {type(buffer).__name__}, want MoEBuffer")

@@ -52,21 +52,21 @@ class MoEBuffer:
             "mxfp8" (refused until its kernels exist).
         dw_precision: of the operands of the wgrad GEMMs: "bf16" or, with the precisions "fp8" and "fp8_bwd", "fp8",
             which adds 3-4 % relative error to dW; it gains time on large layers.
-        scale_format: of the fp8 precisions: "fp32", amax / 448 as it is, or "power_of_two", which rounds every scale up
-            to one: scaling then changes no mantissa, and codes lose up to one bit of range.
-        activation: of every call that names none; the kind is that of all calls. Default: SwiGLU.
+        scale_format: scale factors of the fp8 precisions: "fp32", amax / 448 unrounded, or "power_of_two", rounded up:
+            scaling then changes no mantissa, and codes lose up to one bit of range.
+        activation: of every call that names none; all calls have its kind. Default: SwiGLU.
         backend: "auto" takes the first that fits of fused, deep_gemm, grouped, reference and warns once when it is not
-            fused; a name raises BackendRefusedError with all reasons where it does not fit. ``reason`` tells what was
+            fused; a name raises BackendRefusedError with all reasons where it does not fit. ``reason`` says what was
             taken.
-        dtype: of x and the weights, as far as it decides the choice of the backend.
+        dtype: of x and the weights, for the choice of the backend.
         device: where x lives; default: the current GPU if the group can serve it, else the CPU.
         num_reserved_sms: SMs that the fused kernels leave to others: NCCL's blocks, where it runs on another stream.
         save_gate_up: 0 (default): the fused backward recomputes gate and up. Above 0 each forward that autograd
             records saves them, ``saved_nbytes(T)`` bytes a call, for so many times the T K rows of a balanced routing,
             and the backward recomputes the rows beyond that. No bit of a result depends on it. 1 (True) covers every
             row of a balanced routing, and with EP=1 of any. Other backends are not affected.
-        arrival_timeout: seconds to wait for a rank that has not come to a call; default: the group's time-out.
-        progress_timeout: seconds that a kernel waits for anything else, once all ranks have come to the call.
+        arrival_timeout: seconds to wait for a rank that has not reached a call; default: the group's time-out.
+        progress_timeout: seconds that a kernel waits for anything else, once all ranks have reached the call.
         strict: True forbids falling back from the fused backend; default: MEGA_MOE_STRICT.
 
     Raises:
@@ -79,7 +79,7 @@ class MoEBuffer:
     explanation: choice.Explanation
     """Every backend with its reasons."""
     activation: Activation
-    """Of calls that name none."""
+    """Activation of calls that name none."""
     device: torch.device
     """Where x lives."""
     rank: int
@@ -211,7 +211,7 @@ class MoEBuffer:
 
     @property
     def save_gate_up(self) -> float:
-        """As asked for, in 1024ths; 0 where another backend serves the calls, or the backward."""
+        """The share in use, in steps of 1/1024; 0 where the fused kernels do not serve both directions in bf16."""
         return self._live().saved_rows.share
 
     def saved_nbytes(self, num_tokens: int) -> int:
@@ -220,19 +220,19 @@ class MoEBuffer:
 
     @contextlib.contextmanager
     def reuse_weight_copies(self) -> Iterator[None]:
-        """Within it the fp8 kernels keep their e4m3 copies of the weights from call to call, while they are good.
+        """Within it the fp8 kernels reuse their e4m3 copies of the weights across calls, while these are valid.
 
-        Outside, each call of a kernel that reads e4m3 weights quantizes them anew, which is always right. Within, the
-        copy of an ``nn.Parameter`` is kept until torch knows of a change of it (an operation in place,
-        ``load_state_dict``, another tensor, ``.data`` assigned), its memory was given back, any ``torch.optim``
-        optimizer of this process has stepped, `weights_changed` is called, or the outermost of these blocks ends.
+        Outside, each call of a kernel that reads e4m3 weights quantizes them first, which is always right. Within, the
+        copy of an ``nn.Parameter`` is kept until torch sees a change of it (an operation in place,
+        ``load_state_dict``, another tensor, ``.data`` assigned), its memory is freed, any ``torch.optim`` optimizer of
+        this process steps, `weights_changed` is called, or the outermost of these blocks ends.
 
-        What nobody can see has to be told by `weights_changed`: writes through ``.data``, an alias or the storage, by
-        kernels outside an optimizer's ``step``, by a replayed CUDA graph, or into the shards of FSDP other than by an
-        optimizer or ``load_state_dict``. Tensors that are no parameters, such as those of a cast or of a compiled
+        Call `weights_changed` after what torch cannot see: writes through ``.data``, an alias or the storage, by
+        kernels outside an optimizer's ``step``, by a replayed CUDA graph, or into FSDP's shards other than by an
+        optimizer or ``load_state_dict``. Tensors that are not parameters, such as those of a cast or of a compiled
         graph, and calls in the capture of a CUDA graph always get new copies.
 
-        A weight's copy takes half its bytes in bf16, or all of them where a backward kernel reads it transposed too.
+        A copy takes half the bytes of the bf16 weight, or all of them where a backward kernel reads it transposed too.
         """
         copies = self._live().weight_copies
         with contextlib.nullcontext() if copies is None else copies.reused():
@@ -310,9 +310,9 @@ class MoEBuffer:
         Needs the compiled library, no GPU; depends on its arguments and, for the canaries, on MEGA_MOE_DEBUG. "auto"
         counts the pools of the fused backend where the wheel holds a kernel for the request, a name counts that
         backend's memory. Plain backends on a CPU, or on a GPU whose architecture the wheel does not hold, keep nothing.
-        ``training`` counts what the fused backward needs besides, which a buffer holds wherever it can run it. Where
-        kernels read e4m3 weights, the copies that a call makes of its weights and gives back are counted too. What
-        autograd keeps of each call is not the buffer's: its inputs, and ``saved_nbytes(T)`` of gate and up.
+        ``training`` adds what the fused backward needs, which a buffer holds wherever it can run it. Where kernels read
+        e4m3 weights, the temporary copies of a call are counted too. What autograd keeps of each call, its inputs and
+        ``saved_nbytes(T)`` of gate and up, is not the buffer's.
 
         Raises:
             BackendRefusedError: "fused" is named, and no kernel of the wheel serves the request.

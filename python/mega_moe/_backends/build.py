@@ -132,7 +132,7 @@ def build_executor(
 
 
 def _stand_in(request: Request) -> Arithmetic:
-    """Of the fused backend's backward, where the wheel holds no kernel for it."""
+    """What serves the fused backend's backward where the wheel holds no kernel for it."""
     return GroupedArithmetic() if request.backward_precision == "bf16" else _reference(request)
 
 

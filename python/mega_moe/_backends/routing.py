@@ -1,4 +1,4 @@
-"""The routing of one call: what `mega_moe.route` returns, as views of the int32 tensor that a launch fills."""
+"""What `mega_moe.route` returns for one call, as views of the int32 tensor that a launch fills."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Routing(NamedTuple):
     num_residents: Tensor
     """``[]``: tokens that have an expert here; what travels, since a token travels once to a rank."""
     num_chunks: Tensor
-    """``[]``: pieces in which the call is worked off."""
+    """``[]``: chunks of rows that the call is split into."""
     status: Tensor
     """``[]``: 0, or the kind of fault that the next call or ``buffer.check()`` raises."""
 

@@ -22,7 +22,7 @@ class Executor(Protocol):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of x and the weights."""
+        """Accepted dtypes of x and the weights."""
         ...
 
     def forward(

@@ -85,7 +85,7 @@ def explain(
 def forecast(
     request: Request, facts: Sequence[RankFacts], named: str | None = None, strict: bool = False
 ) -> Explanation:
-    """As `explain`, with None for the choice where that raises."""
+    """Like `explain`, but ``chosen`` is None where that raises."""
     try:
         return explain(request, facts, named, strict)
     except BackendRefusedError as error:

@@ -66,7 +66,7 @@ class Request:
 
     @property
     def forward_precision(self) -> str:
-        """Of the forward GEMMs: ``fp8_bwd`` is fp8 in the backward alone."""
+        """Precision of the forward GEMMs: ``fp8_bwd`` is fp8 in the backward alone."""
         return "bf16" if self.precision == "fp8_bwd" else self.precision
 
     @property

@@ -102,7 +102,7 @@ class FusedExecutor:
         self._kernels.refuse(num_tokens)
 
     def _check_before_backward(self) -> None:
-        """What this call's forward reported, before the ranks meet: some of them may not come to its backward."""
+        """Raise what this call's forward reported before the ranks meet: some of them may not reach its backward."""
         if torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 "the backward of this version's fused backend sizes its exchange on the host and cannot be captured "
@@ -113,14 +113,14 @@ class FusedExecutor:
         if pending is None:
             return
         if not isinstance(pending, PeerError):
-            # A bad id, of which the other ranks know nothing. Of a refusal all ranks know, and the one that refused has
-            # raised already, so nobody would come.
+            # A bad id is known to this rank alone. A refusal is known to all ranks, and the one that refused has raised
+            # already, so nobody would answer.
             self._backward.refuse(pending, 0)
         raise pending
 
 
 def _dense(inputs: LayerInputs, copies: Copies | None) -> LayerInputs:
-    """As the kernels read them: weights as they are where it is their copies that are read."""
+    """Inputs as the kernels read them; the weights themselves only where there are no e4m3 copies."""
     if copies is None:
         return LayerInputs(*map(dense, inputs))
     return inputs._replace(

@@ -1,4 +1,4 @@
-"""What a kernel's record in pinned memory means: the words to the exception that a caller gets."""
+"""From the fault record that a kernel writes into pinned memory to the exception that a caller gets."""
 
 from __future__ import annotations
 

@@ -96,24 +96,25 @@ class KernelRank:
     def new_summary(self) -> Tensor:
         return new_summary(self.shape.num_ranks, self.shape.num_local_experts, self.device)
 
-    def routing(self, summary: Tensor) -> Routing:
-        return routing_of(summary, self.shape.num_ranks, self.shape.num_local_experts)
+    def call(self, launch: Callable[[Tensor, list[int]], None]) -> Routing:
+        """One launch, which fills a summary, in order; then raises what earlier ones reported.
 
-    def call(self, launch: Callable[[], None]) -> None:
-        """One launch in order; then raises what earlier ones reported, and with MEGA_MOE_DEBUG=1 what this one does."""
+        With MEGA_MOE_DEBUG=1 what this one reports, too.
+        """
+        summary = self.new_summary()
         pending = self.take_pending()
-        self._in_order(launch)
+        self._in_order(lambda: launch(summary, self.words()))
         if pending is not None:
             # After the launch, and not instead of it: the other ranks wait for this call, which did nothing wrong.
             raise pending
         if env.debug() and not torch.cuda.is_current_stream_capturing():
             self.check()
+        return routing_of(summary, self.shape.num_ranks, self.shape.num_local_experts)
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor | None) -> Routing:
         """One launch of the routing kernel."""
-        summary = self.new_summary()
-        self.call(lambda: self._route(topk_idx.contiguous(), topk_weights, summary, 0))
-        return self.routing(summary)
+        ids, weights = topk_idx.contiguous(), None if topk_weights is None else topk_weights.contiguous()
+        return self.call(lambda summary, words: library.require().route(ids, weights, summary, words, 0))
 
     def refuse(self, num_tokens: int) -> None:
         """A launch in place of a call that this rank takes no part in: the other ranks' calls end at once."""
@@ -121,7 +122,7 @@ class KernelRank:
             return
         announced = num_tokens if num_tokens > self.shape.max_tokens else 1
         summary = self.new_summary()
-        self._in_order(lambda: self._route(self._no_ids, None, summary, announced))
+        self._in_order(lambda: library.require().route(self._no_ids, None, summary, self.words(), announced))
 
     @contextlib.contextmanager
     def refuse_peers_on_oom(self) -> Iterator[None]:
@@ -167,10 +168,6 @@ class KernelRank:
     def _in_order(self, launch: Callable[[], None]) -> None:
         with torch.cuda.device(self.device), in_order(self.device, self._lane):
             launch()
-
-    def _route(self, topk_idx: Tensor, topk_weights: Tensor | None, summary: Tensor, refused: int) -> None:
-        weights = None if topk_weights is None else topk_weights.contiguous()
-        library.require().route(topk_idx, weights, summary, self.words(), refused)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ class KernelLayer:
 
     Inputs are contiguous, with 16-byte aligned rows: x, dy, y and dx bf16 ``[T, H]``, ids int32 or int64 and weights
     fp32 or bf16 ``[T, K]``, the experts' weights bf16. Where the mode of ``kernels`` is fp8 the kernels read
-    ``copies`` of both weights in their place. A bad id, a refusal or a lost rank makes the results NaN; the next call
+    ``copies`` of both weights instead. A bad id, a refusal or a lost rank makes the results NaN; the next call
     or `KernelRank.check` raises. ``delay_seed`` other than 0 delays the communication at random; ``trace`` int64
     ``[CTAs, 5, events, 3]``, zero, makes the launch one of the tracing kernel.
     """
@@ -52,9 +52,8 @@ class KernelLayer:
             gate_up, down = copies
             weights = (gate_up.codes, down.codes, gate_up.scales, down.scales)
         y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        summary = self._kernels.new_summary()
-        self._kernels.call(
-            lambda: library.require().moe_forward(
+        routing = self._kernels.call(
+            lambda summary, words: library.require().moe_forward(
                 x,
                 topk_idx,
                 topk_weights,
@@ -62,13 +61,13 @@ class KernelLayer:
                 y,
                 saved_gate_up,
                 summary,
-                self._kernels.words(),
+                words,
                 *activation.arguments(),
                 trace,
                 delay_seed,
             )
         )
-        return y, self._kernels.routing(summary)
+        return y, routing
 
     def backward(
         self,
@@ -110,9 +109,8 @@ class KernelLayer:
         if copies is not None:
             gate_up, down = copies
             weights = (gate_up.codes, None, gate_up.transposed, down.transposed, gate_up.scales, down.scales)
-        summary = self._kernels.new_summary()
-        self._kernels.call(
-            lambda: library.require().moe_backward(
+        routing = self._kernels.call(
+            lambda summary, words: library.require().moe_backward(
                 dy,
                 x,
                 topk_idx,
@@ -123,7 +121,7 @@ class KernelLayer:
                 dtopk,
                 *dw,
                 summary,
-                self._kernels.words(),
+                words,
                 *activation.arguments(),
                 into is not None and not overwrite,
                 trace,
@@ -131,4 +129,4 @@ class KernelLayer:
             )
         )
         made = dw if into is None else (None, None)
-        return Gradients(dx, dtopk, *made), self._kernels.routing(summary)
+        return Gradients(dx, dtopk, *made), routing

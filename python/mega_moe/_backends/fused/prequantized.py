@@ -1,4 +1,4 @@
-"""The fused layer in fp8 on prequantized operands, where they lie."""
+"""The fused layer in fp8 on operands that the caller has quantized."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """e4m3 copies of the weights: made by one kernel for each call or, where the user says so, kept between calls.
 
-Nothing that torch shows of a tensor proves that its numbers are the old ones: its version does not count what torch's
-own fused optimizers write, nor writes through ``.data``, by other libraries or in a replayed graph, and FSDP refills
-the memory of a parameter under the old version. So a call makes its own copies unless `WeightCopies.reused` is open.
+Nothing in a tensor proves that its values are unchanged: its version counts neither the writes of torch's own fused
+optimizers nor those through ``.data``, by other libraries or in a replayed graph, and FSDP refills the memory of a
+parameter under the old version. So a call makes its own copies unless `WeightCopies.reused` is open.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WeightCopy(NamedTuple):
 
 @dataclass
 class _Kept:
-    # Both are held, not only noted: the address of what is gone may come back with something else in it.
+    # References, so that neither address is reused while the copy is kept.
     weight: Tensor
     storage: torch.UntypedStorage
     seen: tuple[Any, ...]
@@ -56,7 +56,7 @@ class WeightCopies:
         self._open = 0
 
     def of(self, weight: Tensor, *, codes: bool, transposed: bool) -> WeightCopy:
-        """Copies of ``weight [E, N, K]`` bf16 as it is now, on the current stream; of what is kept, more may come."""
+        """Copies of the current ``weight [E, N, K]`` bf16, on the current stream; a kept one may hold both forms."""
         # Freed memory is FSDP's, which later gathers what may be other numbers.
         self._kept = {key: kept for key, kept in self._kept.items() if kept.storage.nbytes()}
         if not self._open or not _can_keep(weight):

@@ -45,7 +45,7 @@ class Arithmetic(ABC):
     def backward(
         self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, needs: Needs, dw_dtype: torch.dtype
     ) -> Gradients:
-        """Of ``x`` and ``dy [M, H]``: dx ``[M, H]``, dtopk ``[M]``, and the experts' in ``dw_dtype``, where needed."""
+        """From ``x`` and ``dy [M, H]``: dx ``[M, H]``, dtopk ``[M]`` and dW in ``dw_dtype``, where needed."""
 
     def sum_slots(self, rows: Tensor) -> Tensor:
         """``rows [T, K, H]`` -> their sum over K in a fixed order, wide ``[T, H]``."""
