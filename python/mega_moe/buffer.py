@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +21,7 @@ from mega_moe._backends.fused.rows import check_share
 from mega_moe._backends.group import Control, GroupControl, agree, as_group, check_timeout, confirm
 from mega_moe._backends.nbytes import buffer_nbytes
 from mega_moe._base import env
-from mega_moe._base.activation import SWIGLU, Activation, as_activation
+from mega_moe._base.activation import Activation, as_activation
 from mega_moe._base.errors import MegaMoEError
 
 if TYPE_CHECKING:
@@ -116,31 +117,12 @@ class MoEBuffer:
         progress_timeout: float = 60.0,
         strict: bool | None = None,
     ) -> None:
-        settings: dict[str, Any] = {
-            "num_experts": num_experts,
-            "max_tokens_per_rank": max_tokens_per_rank,
-            "top_k": top_k,
-            "hidden": hidden,
-            "intermediate": intermediate,
-            "precision": precision,
-            "dw_precision": dw_precision,
-            "scale_format": scale_format,
-            "activation": "swiglu",
-            "dtype": str(dtype).removeprefix("torch."),
-            "num_reserved_sms": num_reserved_sms,
-        }
-        share = 0.0
         facts: RankFacts | None = None
         error: Exception | None = None
         limit: float | None = None
-        self.activation = SWIGLU
+        settings: dict[str, Any] = {}
         try:
             limit = check_timeout(arrival_timeout)
-            share = check_share(save_gate_up)
-            self.activation = as_activation(activation)
-            settings["activation"] = self.activation.kind
-            if check_timeout(progress_timeout, "progress_timeout") is None:
-                raise TypeError("progress_timeout: got None, want seconds")
         except (ValueError, TypeError) as failed:
             error = failed
         group = as_group(group)
@@ -148,16 +130,35 @@ class MoEBuffer:
         self._session: Session | None = None
         try:
             try:
-                request = Request(num_ranks=self._control.size, **settings)
+                share = check_share(save_gate_up)
+                self.activation = as_activation(activation)
+                if check_timeout(progress_timeout, "progress_timeout") is None:
+                    raise TypeError("progress_timeout: got None, want seconds")
+                request = Request(
+                    num_experts,
+                    max_tokens_per_rank,
+                    top_k,
+                    hidden,
+                    intermediate,
+                    precision,
+                    str(dtype).removeprefix("torch."),
+                    self._control.size,
+                    num_reserved_sms,
+                    dw_precision,
+                    scale_format,
+                    self.activation.kind,
+                )
                 named = choice.wanted(backend)
-                settings["backend"] = named or "auto"
-                settings["strict"] = choice.wanted_strict(strict)
-                settings["arrival_timeout"] = self._control.timeout
-                settings["progress_timeout"] = progress_timeout
-                settings["save_gate_up"] = share
-                settings["activation_clamp"] = self.activation.clamp
-                # It puts canaries into the memory that the ranks share, which moves every part of it.
-                settings["MEGA_MOE_DEBUG"] = env.debug()
+                settings = asdict(request) | {
+                    "backend": named or "auto",
+                    "strict": choice.wanted_strict(strict),
+                    "arrival_timeout": self._control.timeout,
+                    "progress_timeout": progress_timeout,
+                    "save_gate_up": share,
+                    "activation_clamp": self.activation.clamp,
+                    # It puts canaries into the memory that the ranks share, which moves every part of it.
+                    "MEGA_MOE_DEBUG": env.debug(),
+                }
                 group_backend = None if group is None else str(dist.get_backend(group))
                 where = default_device(group_backend) if device is None else as_device(device)
                 facts = collect(where, group_backend)
