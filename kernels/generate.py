@@ -33,7 +33,6 @@ LAYER_KEYS = {
     "threads": int,
 }
 OP_KEYS = {
-    "stage": {"hidden_multiple": int, "threads": int, "vectors_per_thread": int, "blocks_per_sm": int},
     "quantize_weights": {"hidden_multiple": int, "threads": int, "blocks_per_sm": int},
     "route": {"threads": int},
     "forward": LAYER_KEYS,
@@ -44,7 +43,6 @@ LAYER_OPS = ("forward", "backward")
 # What a key may say, and how C++ spells it.
 WORDS = {
     "op": {
-        "stage": "Op::kStage",
         "quantize_weights": "Op::kQuantizeWeights",
         "route": "Op::kRoute",
         "forward": "Op::kForward",
@@ -87,17 +85,6 @@ layout::KernelFacts facts_{name}() {{
 def kernel_prefix(variant: Variant) -> str:
     """sm90 of 90a."""
     return f"sm{variant['architecture'][:-1]}"
-
-
-def stage_instance(variant: Variant) -> str:
-    quantize = "true" if variant["precision"] == "fp8" else "false"
-    config = f"{quantize}, {variant['threads']}, {variant['vectors_per_thread']}, {variant['blocks_per_sm']}"
-    return INSTANCE.format(
-        header="sm90_stage.cuh",
-        name=variant["name"],
-        kernel=f"sm90_stage<device::StageConfig<{config}>>",
-        threads=variant["threads"],
-    )
 
 
 def quantize_weights_instance(variant: Variant) -> str:
@@ -144,7 +131,6 @@ def clock_probe_instance(variant: Variant) -> str:
 
 
 INSTANCES: dict[str, Callable[[Variant], str]] = {
-    "stage": stage_instance,
     "quantize_weights": quantize_weights_instance,
     "route": route_instance,
     "forward": layer_instance,
@@ -227,7 +213,6 @@ def table(variants: list[Variant]) -> str:
             f"{int(digits[:-1]) * 10 + int(digits[-1])}",
             str(hidden),
             str(intermediate),
-            str(variant.get("vectors_per_thread", 0)),
             f"&facts_{variant['name']}",
         ]
         lines.append("    {" + ", ".join(fields) + "},")

@@ -53,7 +53,7 @@ FILES = [
     (add(finish_wheel.KERNELS), "mega_moe/_lib/kernels.json does not belong into a wheel"),
     (add("mega_moe/tests/test_x.py"), "mega_moe/tests/test_x.py does not belong into a wheel"),
     (add("mega_moe/bench/tests/x.py"), "mega_moe/bench/tests/x.py does not belong into a wheel"),
-    (add("kernels/layout/staging.h"), "kernels/layout/staging.h does not belong into a wheel"),
+    (add("kernels/layout/tiles.h"), "kernels/layout/tiles.h does not belong into a wheel"),
     (add("mega_moe/__pycache__/api.pyc"), "mega_moe/__pycache__/api.pyc does not belong into a wheel"),
     (add("mega_moe/a.py", "x = '/" + "home/a/b'"), "mega_moe/a.py holds the path /" + "home/a/b"),
     (drop("mega_moe/py.typed"), "mega_moe/py.typed is missing"),

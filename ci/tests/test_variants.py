@@ -43,7 +43,11 @@ def test_keeps_what_did_not_change(generate: ModuleType, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"sm90_fp8_stage"', '"sm90_bf16_stage"', "name 'sm90_bf16_stage' occurs 2 times, must be unique"),
+        (
+            '"sm90_fp8_forward"',
+            '"sm90_bf16_forward"',
+            "name 'sm90_bf16_forward' occurs 2 times, must be unique",
+        ),
         ('op = "clock_probe"', 'op = "probe"', "op is 'probe', must be one of"),
         ('architecture = "90a"', 'architecture = "100f"', "architecture is '100f', must be like '90a'"),
         ('precision = "fp8"', 'precision = "fp4"', "precision is 'fp4', must be one of"),

@@ -12,10 +12,6 @@ std::string build_info() {
 }  // namespace mega_moe::binding
 
 STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
-    m.def("staging_layout(int max_tokens, int top_k, int hidden, bool quantize) -> int[]");
-    m.def(
-        "stage(Tensor x, Tensor topk_idx, Tensor topk_weights, int buffer, int buffer_bytes, int max_tokens, "
-        "int num_experts, bool quantize, bool power_of_two) -> ()");
     // e4m3 copies of a bf16 weight [E, N, K], scaled per 128 x 128 block.
     m.def(
         "quantize_weights(Tensor weight, Tensor(a!)? codes, Tensor(b!)? codes_t, Tensor(c!) scales, "
@@ -51,7 +47,6 @@ STABLE_TORCH_LIBRARY(mega_moe_kernels, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CompositeExplicitAutograd, m) {
-    m.impl("staging_layout", TORCH_BOX(&mega_moe::binding::staging_layout));
     m.impl("symmetric_layout", TORCH_BOX(&mega_moe::binding::symmetric_layout));
     m.impl("workspace_layout", TORCH_BOX(&mega_moe::binding::workspace_layout));
     m.impl("symmetric_parts", TORCH_BOX(&mega_moe::binding::symmetric_parts));
@@ -60,7 +55,6 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
-    m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
     m.impl("quantize_weights", TORCH_BOX(&mega_moe::binding::quantize_weights));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));
@@ -71,7 +65,6 @@ STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CUDA, m) {
 // A tensor on the CPU then meets the checks, which name the argument, instead of the dispatcher's list of
 // backends.
 STABLE_TORCH_LIBRARY_IMPL(mega_moe_kernels, CPU, m) {
-    m.impl("stage", TORCH_BOX(&mega_moe::binding::stage));
     m.impl("quantize_weights", TORCH_BOX(&mega_moe::binding::quantize_weights));
     m.impl("route", TORCH_BOX(&mega_moe::binding::route));
     m.impl("moe_forward", TORCH_BOX(&mega_moe::binding::moe_forward));

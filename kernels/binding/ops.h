@@ -9,11 +9,6 @@
 // The operators; library.cpp has their schemas.
 namespace mega_moe::binding {
 
-std::vector<int64_t> staging_layout(int64_t max_tokens, int64_t top_k, int64_t hidden, bool quantize);
-
-void stage(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, int64_t buffer,
-           int64_t buffer_bytes, int64_t max_tokens, int64_t num_experts, bool quantize, bool power_of_two);
-
 void quantize_weights(const Tensor& weight, MaybeTensor codes, MaybeTensor codes_t, const Tensor& scales,
                       bool power_of_two);
 

@@ -170,10 +170,8 @@ void place_rows(const BackwardProblem& problem, const layout::WorkspaceShape& lo
                 const Parts& parts, layout::BackwardParams& p) noexcept {
     const BufferShape& shape = problem.call.shape;
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
-    const layout::Staging staging =
-        layout::make_staging(shape.max_tokens, shape.top_k, shape.hidden, local.fp8_forward());
     p.moved[0] = {static_cast<const std::byte*>(problem.call.inputs.x), workspace + parts[layout::kXPool],
-                  symmetric[layout::kStaging] + staging.x};
+                  symmetric[layout::kStagedX]};
     p.moved[1] = {static_cast<const std::byte*>(problem.dy), workspace + parts[layout::kDyPool],
                   symmetric[layout::kStagedDy]};
     p.summed = workspace + parts[layout::kOPool];

@@ -7,7 +7,7 @@
 #include "layout/forward_params.h"
 #include "layout/layer_shared.h"
 #include "layout/pools.h"
-#include "layout/staging.h"
+#include "layout/scale_rounding.h"
 #include "layout/symmetric.h"
 #include "layout/workspace.h"
 
@@ -82,8 +82,6 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     const layout::WorkspaceShape local = workspace_shape(shape);
     const Parts parts = layout::make_workspace(local);
     const auto symmetric = layout::make_symmetric(symmetric_shape(shape));
-    const layout::Staging staging =
-        layout::make_staging(shape.max_tokens, shape.top_k, shape.hidden, local.fp8_forward());
     auto* workspace = static_cast<std::byte*>(call.workspace);
     const std::int64_t blocks = layout::num_row_blocks(local.max_slots());
 
@@ -92,7 +90,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     if (!status.ok) return status;
     p.route = make_route_params(call);
     p.route.call = local.fp8_forward() ? layout::kQuantizedForwardCall : layout::kForwardCall;
-    const std::int64_t staged = symmetric[layout::kStaging] + staging.x;
+    const std::int64_t staged = symmetric[layout::kStagedX];
     if (problem.x_is_staged && call.num_tokens > 0) {
         const std::int64_t want = call.buffers[call.rank] + staged;
         if (reinterpret_cast<std::intptr_t>(call.inputs.x) != want)
@@ -101,8 +99,7 @@ Status launch_forward(const ForwardProblem& problem) noexcept {
     }
     p.moved[0] = {problem.x_is_staged ? nullptr : static_cast<const std::byte*>(call.inputs.x),
                   workspace + parts[layout::kXPool], staged};
-    if (local.fp8_forward())
-        place_scales(problem, workspace, parts, symmetric[layout::kStaging] + staging.x_sf, p);
+    if (local.fp8_forward()) place_scales(problem, workspace, parts, symmetric[layout::kStagedScales], p);
     p.summed = workspace + parts[layout::kOPool];
     p.saved = {static_cast<std::byte*>(problem.saved.memory), static_cast<std::int32_t>(problem.saved.rows)};
     p.out = static_cast<std::byte*>(problem.y);

@@ -9,8 +9,6 @@ namespace {
 
 const char* op_name(Op op) noexcept {
     switch (op) {
-        case Op::kStage:
-            return "stage";
         case Op::kQuantizeWeights:
             return "quantize_weights";
         case Op::kRoute:

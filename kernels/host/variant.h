@@ -4,7 +4,7 @@
 
 namespace mega_moe {
 
-enum class Op { kStage, kQuantizeWeights, kRoute, kForward, kBackward, kClockProbe };
+enum class Op { kQuantizeWeights, kRoute, kForward, kBackward, kClockProbe };
 
 // What a launch wants of a kernel.
 struct VariantKey {
@@ -23,7 +23,6 @@ struct Variant {
     int compute_capability;    // 10 * major + minor; the cubin runs on this one only
     int hidden_multiple;       // 1: of nothing
     int intermediate_multiple;
-    int vectors_per_thread;
     layout::KernelFacts (*facts)();
 };
 

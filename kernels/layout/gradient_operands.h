@@ -3,7 +3,7 @@
 
 #include "layout/host_device.h"
 #include "layout/pools.h"
-#include "layout/staging.h"
+#include "layout/scale_rounding.h"
 
 // Operands of the weights' gradients in e4m3, whose contraction are the rows of an expert: dz and dy become
 // rows of such a GEMM, x and h its columns. All four are kept transposed, in blocks of 128 rows of a pool

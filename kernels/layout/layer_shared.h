@@ -1,7 +1,7 @@
 #pragma once
 #include "layout/host_device.h"
 #include "layout/pools.h"
-#include "layout/staging.h"
+#include "layout/scale_rounding.h"
 
 // What the parts of a fused kernel of the layer agree on, whatever the architecture.
 namespace mega_moe::layout {

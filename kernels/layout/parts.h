@@ -1,9 +1,14 @@
 #pragma once
 #include <cstdint>
 
-#include "layout/staging.h"
-
 namespace mega_moe::layout {
+
+inline constexpr std::int64_t kPartAlignment =
+    256;  // a bulk copy of any part starts on a full L2 sector group
+
+constexpr std::int64_t align_part(std::int64_t bytes) {
+    return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+}
 
 // One part of a buffer: where it starts and how many bytes its owner may touch.
 struct Part {

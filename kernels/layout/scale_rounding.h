@@ -3,6 +3,8 @@
 
 namespace mega_moe::layout {
 
+inline constexpr int kQuantGroup = 128;  // elements of a row that share a scale factor
+
 // How a scale factor becomes what is stored: (bits + addend) & mask of the fp32 number. One code path serves
 // both forms, and where this is a parameter of the kernel it takes no register.
 struct ScaleRounding {

@@ -3,7 +3,7 @@
 
 #include "layout/parts.h"
 #include "layout/routing.h"
-#include "layout/staging.h"
+#include "layout/scale_rounding.h"
 #include "mega_moe/mode.h"
 
 namespace mega_moe::layout {
@@ -17,8 +17,14 @@ struct SymmetricShape {
     Mode mode;
     bool canaries;
 
-    // x is staged as e4m3.
+    // x of a forward is staged as e4m3.
     constexpr bool stages_e4m3() const { return mode.forward == Precision::kFp8; }
+    // Bytes of an element of x at most. A backward stages x in bf16, whatever its precision, at the same
+    // place; a buffer that only routes stages none.
+    constexpr std::int64_t staged_element() const {
+        if (mode.forward == Precision::kNone) return 0;
+        return stages_e4m3() && !has_backward() ? 1 : 2;
+    }
     // With what the layer's kernels return to other ranks; of the backward last, so that nothing else moves.
     constexpr bool returns_rows() const { return mode.forward != Precision::kNone && num_ranks > 1; }
     constexpr bool has_backward() const { return mode.backward != Precision::kNone; }
@@ -30,7 +36,8 @@ enum SymmetricPart {
     kBlockFlags,    // uint64 [num_ranks][max_blocks]: launch whose ids of the block are published; zero
     kPublishedIds,  // uint16 [2][max_tokens, top_k]: expert ids of launch n in bank n % 2
     kPublishedWeights,  // fp32 [2][max_tokens, top_k]
-    kStaging,           // layout/staging.h
+    kStagedX,           // bf16 [max_tokens, hidden]; e4m3 where only a forward in fp8 reads it
+    kStagedScales,      // fp32 [max_tokens, hidden / 128]: scale factors of x in e4m3
     kXFlags,      // uint64 [num_ranks][max_blocks]: launch whose x of the block the rank has staged; zero
     kSentFlags,   // uint64 [num_ranks][max_blocks]: launch whose sums of the block the rank has sent; zero
     kOwnerSums,   // bf16 [max_tokens, num_ranks, hidden]: sums that ranks send to a token
@@ -45,13 +52,6 @@ enum ControlWord {
     kControlWordCount
 };
 
-// The backward of a layer whose forward stages x as e4m3 stages it in bf16, at the same place.
-constexpr std::int64_t staging_bytes(const SymmetricShape& s) {
-    const std::int64_t bytes = make_staging(s.max_tokens, s.top_k, s.hidden, s.stages_e4m3()).total;
-    const std::int64_t plain = make_staging(s.max_tokens, s.top_k, s.hidden, false).total;
-    return s.stages_e4m3() && s.has_backward() && plain > bytes ? plain : bytes;
-}
-
 constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     const std::int64_t slots = s.max_tokens * s.top_k;
     const bool returns = s.returns_rows();
@@ -62,7 +62,8 @@ constexpr Layout<kSymmetricParts> make_symmetric(const SymmetricShape& s) {
     builder.add("block_flags", flags);
     builder.add("published_ids", 2 * align_part(slots * 2));
     builder.add("published_weights", 2 * align_part(slots * 4));
-    builder.add("staging", staging_bytes(s));
+    builder.add("staged_x", s.max_tokens * s.hidden * s.staged_element());
+    builder.add("staged_scales", s.stages_e4m3() ? s.max_tokens * (s.hidden / kQuantGroup) * 4 : 0);
     builder.add("x_flags", returns ? flags : 0);
     builder.add("sent_flags", returns ? flags : 0);
     builder.add("owner_sums", returns ? s.max_tokens * s.num_ranks * s.hidden * 2 : 0);

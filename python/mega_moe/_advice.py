@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mega_moe._backends.facts import RankFacts
+    from mega_moe._backends.choice.facts import RankFacts
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import mega_moe
 from mega_moe._advice import Installation, advice
-from mega_moe._backends.decide import Verdict
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.decide import Verdict
+from mega_moe._backends.choice.request import Request
 from mega_moe._base import env
 from mega_moe._ops import library
 
 if TYPE_CHECKING:
-    from mega_moe._backends.facts import RankFacts
+    from mega_moe._backends.choice.facts import RankFacts
 
 # The layer that verdicts are given for: that of a 30B model, whose sizes every backend accepts.
 _LAYER: dict[str, Any] = {
@@ -119,7 +119,7 @@ def _facts() -> list[RankFacts]:
     """Of every GPU, else of the CPU."""
     import torch
 
-    from mega_moe._backends.facts import collect
+    from mega_moe._backends.choice.facts import collect
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [collect(f"cuda:{index}", "nccl" if count > 1 else None) for index in range(count)] or [
@@ -130,11 +130,11 @@ def _facts() -> list[RankFacts]:
 def _judge(facts: list[RankFacts]) -> tuple[list[dict[str, Any]], list[str]]:
     """Each kind of device on its own, then all GPUs together as the ranks of one group: the verdicts, and what a buffer
     with backend="auto" would get there under this environment. Then what is wrong with the environment itself."""
-    from mega_moe._backends import plan
+    from mega_moe._backends.choice import explanation
 
     named, strict, wrong = None, False, None
     try:
-        named, strict, _ = plan.wanted("auto"), plan.wanted_strict(None), env.debug()
+        named, strict, _ = explanation.wanted("auto"), explanation.wanted_strict(None), env.debug()
     except ValueError as error:
         wrong = str(error)
     cases = [(fact.device, [fact]) for fact in facts]
@@ -142,7 +142,7 @@ def _judge(facts: list[RankFacts]) -> tuple[list[dict[str, Any]], list[str]]:
         cases.append((f"all {len(facts)} GPUs as one group", facts))
     judgements: list[dict[str, Any]] = []
     for where, ranks in cases:
-        judged = plan.forecast(Request(**_LAYER, num_ranks=len(ranks)), ranks, named, strict)
+        judged = explanation.forecast(Request(**_LAYER, num_ranks=len(ranks)), ranks, named, strict)
         judgement = {
             "verdicts": [verdict.as_dict() for verdict in judged.verdicts],
             "chosen": None if wrong else judged.chosen,

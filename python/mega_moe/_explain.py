@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 
-from mega_moe._backends.decide import BACKENDS
-from mega_moe._backends.request import DTYPES
+from mega_moe._backends.choice.decide import BACKENDS
+from mega_moe._backends.choice.request import DTYPES
 from mega_moe._base import env
 from mega_moe._base.types import DW_PRECISIONS, PRECISIONS, SCALE_FORMATS
 

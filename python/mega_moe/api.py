@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_moe._backends import plan
-from mega_moe._backends.decide import check_name
-from mega_moe._backends.facts import as_device, collect, default_device
-from mega_moe._backends.plan import Explanation
-from mega_moe._backends.request import Request
-from mega_moe._backends.summary import Routing
+from mega_moe._backends.choice.decide import check_name
+from mega_moe._backends.choice.explanation import Explanation, forecast, wanted, wanted_strict
+from mega_moe._backends.choice.facts import as_device, collect, default_device
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import Activation, as_activation
 from mega_moe._base.layer import LayerInputs
 from mega_moe._ops import layer as _layer  # registers the operators
@@ -56,25 +55,26 @@ def moe(
 
     Raises:
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
-        PeerError: another rank refused its call or runs something else. To the fused backend a backward with x or
-            topk_weights frozen on some ranks only is something else; the others compute the gradients for all ranks.
+        PeerError: another rank refused its call or runs another one. To the fused backend a backward with x or
+            topk_weights frozen on some ranks only is another one; other backends compute the gradients for all ranks.
 
-    The fused backend does not wait for the device. What it meets there, an expert id out of range, a rank that refuses,
-    differs or does not come, makes the call's results NaN and raises in the next call on this buffer, backward
-    included, or in ``buffer.check()``; a bad id in this call where MEGA_MOE_DEBUG=1. Ranks that differ end at once, not
-    after a time limit; their buffer, as one that lost a rank, serves no further call.
+    The fused backend does not wait for the device. A fault found there (an expert id out of range, a rank that refuses,
+    runs another call or does not arrive) makes the call's results NaN and raises in the next call on this buffer,
+    backward included, or in ``buffer.check()``; with MEGA_MOE_DEBUG=1 a bad id raises in this call. Ranks whose calls
+    differ fail at once, not after a time limit; like one that lost a rank, their buffer serves no further call.
     """
     inputs = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down)
     try:
         act = _check(inputs, buffer, activation, activation_clamp, backend, grad_buffers)
     except (ValueError, TypeError) as error:
         if not torch.compiler.is_compiling() and isinstance(buffer, MoEBuffer):
-            buffer.refuse(error, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0)
+            buffer._refuse(error, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0)
         raise
     into = (None, None) if grad_buffers is None else grad_buffers
-    call = (buffer.handle, *act.arguments())
-    if buffer.save_gate_up and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        rows = buffer.saved_rows(x.shape[0])
+    session = buffer._live()
+    call = (session.handle, *act.arguments())
+    if session.saved_rows.parts and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        rows = session.saved_rows.slots(x.shape[0])
         y, _ = torch.ops.mega_moe.run_saving(*inputs, *into, *call, rows)
         return y  # type: ignore[no-any-return]
     token = torch.ops.mega_moe.save(*inputs, *into, *call)
@@ -96,16 +96,18 @@ def route(topk_idx: Tensor, topk_weights: Tensor | None = None, *, buffer: MoEBu
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError in
             their next call or in ``buffer.check()``. An expert id out of range raises ValueError there too, or in this
             call where plain operators route or MEGA_MOE_DEBUG=1.
-        RankTimeoutError: a rank did not come to a past call in time; the buffer is lost.
+        RankTimeoutError: a rank did not reach a past call in time; the buffer is lost.
     """
     if not isinstance(buffer, MoEBuffer):
         raise TypeError(f"buffer: got {type(buffer).__name__}, want MoEBuffer")
     try:
         _check_routing(topk_idx, topk_weights, buffer)
     except (ValueError, TypeError) as error:
-        buffer.refuse_routing(error, len(topk_idx) if isinstance(topk_idx, Tensor) and topk_idx.dim() else 0)
+        buffer._live().refuse_routing(
+            error, len(topk_idx) if isinstance(topk_idx, Tensor) and topk_idx.dim() else 0
+        )
         raise
-    return buffer.route(topk_idx, topk_weights)
+    return buffer._live().router.route(topk_idx, topk_weights)
 
 
 def explain(
@@ -145,7 +147,7 @@ def explain(
         as_activation(activation).kind,
     )
     where = default_device(None) if device is None else as_device(device)
-    return plan.forecast(request, [collect(where)], plan.wanted(backend), plan.wanted_strict(None))
+    return forecast(request, [collect(where)], wanted(backend), wanted_strict(None))
 
 
 def _check(
@@ -184,10 +186,7 @@ def _check(
             raise TypeError(
                 f"{name}: got {tensor.dtype}, want x's dtype {x.dtype} (nn.MegaMoE casts under autocast)"
             )
-    if tokens > buffer.max_tokens_per_rank:
-        raise ValueError(
-            f"x: got {tokens} tokens, the buffer was built for {buffer.max_tokens_per_rank} per rank"
-        )
+    _capacity("x", tokens, buffer)
     if grad_buffers is not None:
         if not isinstance(grad_buffers, tuple) or len(grad_buffers) != 2:
             raise TypeError(
@@ -207,10 +206,7 @@ def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, buffer: MoEBuf
     if topk_weights is not None:
         _tensor("topk_weights", topk_weights, buffer, (torch.float32, torch.bfloat16))
         _shape("topk_weights", topk_weights, tuple(topk_idx.shape))
-    if len(topk_idx) > buffer.max_tokens_per_rank:
-        raise ValueError(
-            f"topk_idx: got {len(topk_idx)} tokens, the buffer was built for {buffer.max_tokens_per_rank} per rank"
-        )
+    _capacity("topk_idx", len(topk_idx), buffer)
 
 
 def _tensor(name: str, value: Tensor, buffer: MoEBuffer, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -225,6 +221,13 @@ def _tensor(name: str, value: Tensor, buffer: MoEBuffer, dtypes: tuple[torch.dty
         raise TypeError(f"{name}: got {value.dtype}, want one of {listed} (backend {buffer.backend})")
     if value.device != buffer.device:
         raise ValueError(f"{name}: got a tensor on {value.device}, the buffer is on {buffer.device}")
+
+
+def _capacity(name: str, tokens: int, buffer: MoEBuffer) -> None:
+    if tokens > buffer.max_tokens_per_rank:
+        raise ValueError(
+            f"{name}: got {tokens} tokens, the buffer was built for {buffer.max_tokens_per_rank} per rank"
+        )
 
 
 def _shape(name: str, value: Tensor, want: tuple[int | None, ...]) -> None:

@@ -5,7 +5,7 @@
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/shared_address.cuh"
 #include "layout/layer_shared.h"
-#include "layout/staging.h"
+#include "layout/scale_rounding.h"
 
 // What the roles that know no tensor core keep in a CTA's shared memory: buffers of dispatch, records of
 // tiles, the words passed between the CTAs of a cluster, and what a launch begins with.

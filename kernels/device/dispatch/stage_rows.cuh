@@ -5,9 +5,9 @@
 #include "device/ptx/global_memory.cuh"
 #include "device/ptx/ordered_memory.cuh"
 #include "device/ptx/special_registers.cuh"
-#include "device/quantize/stage_quantize.cuh"
+#include "device/quantize/groups.cuh"
 #include "layout/layer_params.h"
-#include "layout/staging.h"
+#include "layout/scale_rounding.h"
 
 namespace mega_moe::device {
 

@@ -3,7 +3,7 @@
 
 #include "device/ptx/global_memory.cuh"
 #include "device/ptx/warp.cuh"
-#include "device/quantize/stage_quantize.cuh"
+#include "device/quantize/groups.cuh"
 #include "device/route/tables.cuh"
 #include "layout/scale_runs.h"
 

@@ -4,7 +4,6 @@
 #include "device/ptx/ordered_memory.cuh"
 #include "layout/route_params.h"
 #include "layout/routing.h"
-#include "layout/staging.h"
 
 // Expert ids and routing weights of one token: from the caller's tensors, or from what a rank has published.
 namespace mega_moe::device {

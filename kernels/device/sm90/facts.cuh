@@ -1,7 +1,7 @@
 #pragma once
 #include "device/sm90/mma/operand.cuh"
 #include "layout/layer_shared.h"
-#include "layout/staging.h"
+#include "layout/scale_rounding.h"
 
 // What follows from the tile of a kernel whose GEMMs are wgmma's. One warpgroup moves data; of the others
 // each multiplies 64 rows of every tile.

@@ -23,5 +23,4 @@ void test_layouts();
 void test_saved_gate_up();
 void test_route();
 void test_select();
-void test_staging();
 void test_weight_block();

@@ -16,7 +16,6 @@ int main(int count, char** arguments) {
                   {"layouts", test_layouts},
                   {"saved_gate_up", test_saved_gate_up},
                   {"select", test_select},
-                  {"staging", test_staging},
                   {"weight_block", test_weight_block}};
     CHECK(count == 2, "got %d arguments, want the name of a suite", count - 1);
     for (const auto& suite : suites) {

@@ -35,9 +35,9 @@ constexpr std::int64_t whole_pool(std::int64_t ranks) {
 }
 
 // Peers of one buffer must agree on these, so they are fixed here and not derived.
-static_assert(layout::make_symmetric(symmetric(1)).total == 69469952);
-static_assert(layout::make_symmetric(symmetric(8)).total == 606364416);
-static_assert(layout::make_symmetric(symmetric(8))[layout::kStaging] == 1581568);
+static_assert(layout::make_symmetric(symmetric(1)).total == 68683264);
+static_assert(layout::make_symmetric(symmetric(8)).total == 605577728);
+static_assert(layout::make_symmetric(symmetric(8))[layout::kStagedX] == 1581568);
 static_assert(layout::make_workspace(workspace(1, whole_pool(1))).parts[layout::kSlots].bytes == 1179648);
 static_assert(workspace(8, whole_pool(8)).chunks() == 1);
 static_assert(workspace(8, 65536 + 16 * 127).chunks() == 31);
@@ -106,11 +106,14 @@ void test_quantized() {
         };
         layout::SymmetricShape s = symmetric(1);
         s.mode = mode(Precision::kBf16);
-        const std::int64_t plain = layout::make_symmetric(s).parts[layout::kStaging].bytes;
+        const auto in_bf16 = layout::make_symmetric(s);
         s.mode = mode(Precision::kFp8);
-        const std::int64_t quantized = layout::make_symmetric(s).parts[layout::kStaging].bytes;
-        CHECK(backward ? quantized == plain : quantized < plain * 3 / 5, "%lld of %lld bytes are staged",
-              static_cast<long long>(quantized), static_cast<long long>(plain));
+        const auto in_e4m3 = layout::make_symmetric(s);
+        CHECK(in_bf16.parts[layout::kStagedX].bytes == kTokens * kHidden * 2, "x in bf16");
+        CHECK(in_e4m3.parts[layout::kStagedX].bytes == kTokens * kHidden * (backward ? 2 : 1), "x in e4m3");
+        CHECK(in_bf16.parts[layout::kStagedScales].bytes == 0, "scale factors of x in bf16");
+        CHECK(in_e4m3.parts[layout::kStagedScales].bytes == kTokens * kHidden / 128 * 4,
+              "scale factors of x");
 
         layout::WorkspaceShape w = workspace(1, whole_pool(1));
         w.intermediate = 768;

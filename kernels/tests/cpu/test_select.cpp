@@ -44,9 +44,9 @@ constexpr Saved kNothing = Saved::kNothing;
 constexpr Saved kGateUp = Saved::kGateUp;
 
 constexpr Variant kTable[] = {
-    variant("a", Op::kStage, Precision::kBf16, "90a", 90),
-    variant("b", Op::kStage, Precision::kFp8, "90a", 90),
-    variant("c", Op::kStage, Precision::kFp8, "103a", 103),
+    variant("a", Op::kRoute, Precision::kNone, "90a", 90),
+    variant("b", Op::kQuantizeWeights, Precision::kFp8, "90a", 90),
+    variant("c", Op::kQuantizeWeights, Precision::kFp8, "103a", 103),
     layer("d", {Op::kForward, kBf16, kNone, kNothing, false}),
     layer("e", {Op::kForward, kBf16, kNone, kGateUp, false}),
     layer("f", {Op::kForward, kBf16, kNone, kGateUp, true}),
@@ -71,9 +71,9 @@ void expect_refusal(const VariantKey& key, int compute_capability, const char* w
 }  // namespace
 
 void test_select() {
-    CHECK(std::strcmp(selected({Op::kStage, kBf16}, 90), "a") == 0, "bf16 on 9.0");
-    CHECK(std::strcmp(selected({Op::kStage, kFp8}, 90), "b") == 0, "fp8 on 9.0");
-    CHECK(std::strcmp(selected({Op::kStage, kFp8}, 103), "c") == 0, "fp8 on 10.3");
+    CHECK(std::strcmp(selected({Op::kRoute}, 90), "a") == 0, "routing on 9.0");
+    CHECK(std::strcmp(selected({Op::kQuantizeWeights, kFp8}, 90), "b") == 0, "fp8 on 9.0");
+    CHECK(std::strcmp(selected({Op::kQuantizeWeights, kFp8}, 103), "c") == 0, "fp8 on 10.3");
     CHECK(std::strcmp(selected({Op::kForward, kBf16}, 90), "d") == 0, "forward");
     CHECK(std::strcmp(selected({Op::kForward, kBf16, kNone, kGateUp}, 90), "e") == 0, "forward that saves");
     // A kernel that traces does either.
@@ -84,11 +84,12 @@ void test_select() {
     CHECK(std::strcmp(selected({Op::kBackward, kFp8, kBf16}, 90), "h") == 0, "dW in bf16");
     CHECK(std::strcmp(selected({Op::kBackward, kFp8, kFp8}, 90), "i") == 0, "dW in fp8");
     // 10.0 and 10.3 share a major number, and a kernel of one does not run on the other.
+    expect_refusal({Op::kQuantizeWeights, kFp8}, 100,
+                   "quantize_weights (fp8): the device has compute capability 10.0, this build holds kernels "
+                   "for: 90a, 103a");
     expect_refusal(
-        {Op::kStage, kFp8}, 100,
-        "stage (fp8): the device has compute capability 10.0, this build holds kernels for: 90a, 103a");
-    expect_refusal({Op::kStage, kBf16}, 80,
-                   "stage (bf16): the device has compute capability 8.0, this build holds kernels for: 90a");
+        {Op::kRoute}, 80,
+        "route (any precision): the device has compute capability 8.0, this build holds kernels for: 90a");
     expect_refusal(
         {Op::kClockProbe}, 90,
         "clock_probe (any precision): the device has compute capability 9.0, this build holds kernels for: "

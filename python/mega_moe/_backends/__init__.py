@@ -1,1 +1,1 @@
-"""Backends and the choice between them: plan (once per buffer) > the backends > decide (pure) > facts."""
+"""Backends and the choice between them: build and nbytes > choice > deep_gemm, fused, plain > group, routing."""

@@ -1,4 +1,4 @@
-"""Who receives which row, in the canonical order: rows of an expert by (token, source rank, slot)."""
+"""What `mega_moe.route` returns for one call, as views of the int32 tensor that a launch fills."""
 
 from __future__ import annotations
 
@@ -8,64 +8,39 @@ import torch
 from torch import Tensor
 
 
-class SendPlan(NamedTuple):
-    """Rows this rank sends, ordered by (expert, token, slot), hence by destination rank.
+class Routing(NamedTuple):
+    """Load statistics of one call, int32 on the buffer's device. E_local experts of this rank, R ranks.
 
-    ``pair [P]`` = token * k + slot of each row; ``splits`` = rows per destination rank.
+    A call that could not be served holds -1 everywhere and a ``status`` that is not 0; a call with an expert id out of
+    range has a status too, and counts without that slot.
     """
 
-    pair: Tensor
-    splits: list[int]
+    tokens_per_expert: Tensor
+    """``[E_local]``: rows that each local expert gets from all ranks."""
+    tokens_per_rank: Tensor
+    """``[R]``: tokens of each rank in this call."""
+    residents_by_first: Tensor
+    """``[E_local]``: tokens, each with one of its experts here, by the lowest: what arrives for it."""
+    residents_by_last: Tensor
+    """``[E_local]``: the same by the highest: what leaves after it."""
+    num_rows: Tensor
+    """``[]``: sum of tokens_per_expert."""
+    num_residents: Tensor
+    """``[]``: tokens that have an expert here; what travels, since a token travels once to a rank."""
+    num_chunks: Tensor
+    """``[]``: chunks of rows that the call is split into."""
+    status: Tensor
+    """``[]``: 0, or the kind of fault that the next call or ``buffer.check()`` raises."""
 
 
-class ReceivePlan(NamedTuple):
-    """Rows this rank receives: ``order [M]`` sorts them from arrival to canonical order, None where they are sorted.
-
-    ``counts`` rows per local expert, ``splits`` rows per source rank.
-    """
-
-    order: Tensor | None
-    counts: list[int]
-    splits: list[int]
+def routing_of(summary: Tensor, num_ranks: int, num_local: int) -> Routing:
+    """Views of ``summary``: status, chunks, tokens by rank, rows, residents by first and by last, rows, residents."""
+    head, tokens, rows, first, last, totals = summary.split(
+        [2, num_ranks, num_local, num_local, num_local, 2]
+    )
+    return Routing(rows, tokens, first, last, totals[0], totals[1], head[1], head[0])
 
 
-def send_plan(topk_idx: Tensor, counts: Tensor, rank: int) -> SendPlan:
-    """``topk_idx [T, K]`` with -1 for masked slots; ``counts [R, E]`` (CPU) rows of every rank for every expert."""
-    flat = topk_idx.reshape(-1)
-    # Masked slots sort before expert 0 and are cut off; the stable sort leaves (token, slot) order inside an expert.
-    order = torch.argsort(flat, stable=True)
-    num_ranks = counts.shape[0]
-    splits = counts[rank].view(num_ranks, -1).sum(1).tolist()
-    return SendPlan(order[flat.numel() - sum(splits) :], splits)
-
-
-def receive_plan(tokens: Tensor, counts: Tensor, rank: int) -> ReceivePlan:
-    """``tokens [M]``: source token of each arrived row; arrival order is (source rank, expert, token, slot)."""
-    num_ranks = counts.shape[0]
-    mine = counts.view(num_ranks, num_ranks, -1)[:, rank]
-    if num_ranks == 1:
-        return ReceivePlan(None, mine[0].tolist(), [tokens.numel()])
-    num_local = mine.shape[1]
-    # Built on the CPU, where the counts are: repeat_interleave with counts on the device would synchronise again.
-    expert = torch.arange(num_local).repeat(num_ranks).repeat_interleave(mine.reshape(-1))
-    key = expert.to(tokens.device, non_blocking=True) * (1 << 32) + tokens
-    return ReceivePlan(torch.argsort(key, stable=True), mine.sum(0).tolist(), mine.sum(1).tolist())
-
-
-def inverse(order: Tensor | None) -> Tensor | None:
-    """The permutation that undoes ``order``."""
-    if order is None:
-        return None
-    result = torch.empty_like(order)
-    result[order] = torch.arange(order.numel(), device=order.device)
-    return result
-
-
-def take(rows: Tensor, order: Tensor | None) -> Tensor:
-    """``rows[order]``; None leaves them as they are."""
-    if order is None:
-        return rows
-    # Indexing has no kernel for e4m3 on every device; bytes do.
-    if rows.dtype.itemsize == 1:
-        return rows.view(torch.uint8)[order].view(rows.dtype)
-    return rows[order]
+def new_summary(num_ranks: int, num_local: int, device: torch.device) -> Tensor:
+    """What a launch fills, not initialised."""
+    return torch.empty(2 + num_ranks + 3 * num_local + 2, dtype=torch.int32, device=device)

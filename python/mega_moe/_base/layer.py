@@ -33,3 +33,12 @@ class Gradients(NamedTuple):
     dtopk: Tensor | None = None  # [T, K]
     dw_gate_up: Tensor | None = None  # [E_local, 2I, H]
     dw_down: Tensor | None = None  # [E_local, H, I]
+
+    def add_into(self, buffers: tuple[Tensor, Tensor] | None) -> Gradients:
+        """Adds the weights' gradients to the caller's ``buffers``, where there are any -> the others."""
+        if buffers is None:
+            return self
+        for buffer, gradient in zip(buffers, self[2:], strict=True):
+            if gradient is not None:
+                buffer.add_(gradient)
+        return Gradients(self.dx, self.dtopk)

@@ -19,11 +19,20 @@ SCALE_BLOCK = 128
 
 def check_dw_precision(dw_precision: str, precision: str) -> None:
     """ValueError for a name that is not known, and for one that the layer's ``precision`` has not."""
-    if dw_precision not in DW_PRECISIONS:
-        raise ValueError(f"dw_precision: got {dw_precision!r}, want one of {', '.join(DW_PRECISIONS)}")
-    if dw_precision == "fp8" and precision not in ("fp8", "fp8_bwd"):
+    _check_fp8_option("dw_precision", dw_precision, DW_PRECISIONS, precision)
+
+
+def check_scale_format(scale_format: str, precision: str) -> None:
+    """ValueError for one that is not known, or that ``precision`` has no scale factors for."""
+    _check_fp8_option("scale_format", scale_format, SCALE_FORMATS, precision)
+
+
+def _check_fp8_option(name: str, value: str, choices: tuple[str, ...], precision: str) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}, want one of {', '.join(choices)}")
+    if value != choices[0] and precision not in ("fp8", "fp8_bwd"):
         raise ValueError(
-            f"dw_precision: got 'fp8' with precision {precision!r}, want it with precision fp8 or fp8_bwd"
+            f"{name}: got {value!r} with precision {precision!r}, want it with precision fp8 or fp8_bwd"
         )
 
 

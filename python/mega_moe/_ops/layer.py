@@ -8,14 +8,15 @@ layer itself runs a second time. `run_saving` is one node: what it keeps, gate a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mega_moe._base.activation import Activation
-from mega_moe._base.layer import Gradients, LayerInputs, Needs
+from mega_moe._base.layer import LayerInputs, Needs
 from mega_moe._ops import registry
 
 # Calls that reached a backend, by operator: the lowest place where a repeated forward can be seen.
@@ -36,108 +37,103 @@ _library.define(
     " -> (Tensor, Tensor)"
 )
 
-_NUM_INPUTS = len(LayerInputs._fields)
-_NUM_CALL = 4  # arguments of _CALL
+_INPUT = slice(0, 5)
+_BUFFERS = slice(5, 7)  # of an operator with _INTO
 
 
-def _token(x: Tensor) -> Tensor:
+class _Call(NamedTuple):
+    """Arguments of _CALL."""
+
+    handle: int
+    kind: str
+    clamp: float | None
+    alpha: float | None
+
+    @property
+    def executor(self) -> registry.Executor:
+        return registry.get(self.handle)
+
+    @property
+    def activation(self) -> Activation:
+        return Activation(self.kind, clamp=self.clamp, alpha=self.alpha)
+
+
+@contextmanager
+def _counted(name: str, device: torch.device) -> Iterator[None]:
+    CALLS[name] += 1
+    # A custom op inherits the caller's autocast state; the backends choose every dtype themselves.
+    with torch.no_grad(), torch.autocast(device_type=device.type, enabled=False):
+        yield
+
+
+def _save(x: Tensor, *_: Any) -> Tensor:
     # One element seen T x H times: the token carries a gradient's shape, never a value.
     return x.new_zeros(1, 1).expand(x.shape)
 
 
-def _save(x: Tensor, *_: Any) -> Tensor:
-    return _token(x)
-
-
-def _plain(device: torch.device) -> Any:
-    # A custom op inherits the caller's autocast state; the backends choose every dtype themselves.
-    return torch.autocast(device_type=device.type, enabled=False)
-
-
-def _activation(kind: str, clamp: float | None, alpha: float | None) -> Activation:
-    return Activation(kind, clamp=clamp, alpha=alpha)
-
-
-def _run(token: Tensor, *call: Any) -> Tensor:
-    inputs, (handle, *activation) = LayerInputs(*call[:_NUM_INPUTS]), call[_NUM_INPUTS:]
-    CALLS["run"] += 1
-    with torch.no_grad(), _plain(inputs.x.device):
-        return registry.get(handle).forward(inputs, _activation(*activation))[0]
+def _run(token: Tensor, *args: Any) -> Tensor:
+    inputs, call = LayerInputs(*args[_INPUT]), _Call(*args[5:])
+    with _counted("run", inputs.x.device):
+        return call.executor.forward(inputs, call.activation)[0]
 
 
 def _run_fake(token: Tensor, x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _run_saving(*call: Any) -> tuple[Tensor, Tensor]:
-    inputs, (_, _, handle, *activation, rows) = LayerInputs(*call[:_NUM_INPUTS]), call[_NUM_INPUTS:]
-    CALLS["run_saving"] += 1
-    with torch.no_grad(), _plain(inputs.x.device):
-        y, saved = registry.get(handle).forward(inputs, _activation(*activation), rows)
+def _run_saving(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, call, rows = LayerInputs(*args[_INPUT]), _Call(*args[7:-1]), args[-1]
+    with _counted("run_saving", inputs.x.device):
+        y, saved = call.executor.forward(inputs, call.activation, rows)
     assert saved is not None
     return y, saved
 
 
-def _run_saving_fake(x: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    w_gate_up, rows = call[2], call[-1]
+def _run_saving_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    w_gate_up, rows = others[2], others[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, torch.empty((rows, w_gate_up.shape[1]), dtype=x.dtype, device=x.device)
 
 
-def _backward(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    return _gradients(dy, call[:_NUM_INPUTS], None, *call[_NUM_INPUTS:])
+def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _gradients(dy, LayerInputs(*args[_INPUT]), None, _Call(*args[5:-2]), *args[-2:])
 
 
-def _backward_into(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    into, rest = call[_NUM_INPUTS : _NUM_INPUTS + 2], call[_NUM_INPUTS + 2 :]
-    return _gradients(dy, call[:_NUM_INPUTS], into, *rest)[:2]
+def _backward_into(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    inputs, into, call = LayerInputs(*args[_INPUT]), args[_BUFFERS], _Call(*args[7:-2])
+    return _gradients(dy, inputs, into, call, *args[-2:])[:2]
 
 
 def _gradients(
     dy: Tensor,
-    inputs: Sequence[Tensor],
+    inputs: LayerInputs,
     into: tuple[Tensor, Tensor] | None,
-    handle: int,
-    kind: str,
-    clamp: float | None,
-    alpha: float | None,
+    call: _Call,
     needs: Sequence[bool],
     saved: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    CALLS["backward"] += 1
-    given = LayerInputs(*inputs)
     # Into a buffer go wide gradients, so that adding them is their only rounding.
-    dtype = given.w_gate_up.dtype
+    dtype = inputs.w_gate_up.dtype
     dw_dtype = dtype if into is None else torch.promote_types(dtype, torch.float32)
-    with torch.no_grad(), _plain(dy.device):
-        got: Gradients = registry.get(handle).backward(
-            dy,
-            given,
-            _activation(kind, clamp, alpha),
-            Needs(*needs),
-            dw_dtype,
-            saved_gate_up=saved,
-            into=into,
+    with _counted("backward", dy.device):
+        got = call.executor.backward(
+            dy, inputs, call.activation, Needs(*needs), dw_dtype, saved_gate_up=saved, into=into
         )
     return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in got)
 
 
-def _backward_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    return _gradients_fake(LayerInputs(*call[:_NUM_INPUTS]), call[_NUM_INPUTS + _NUM_CALL])
-
-
-def _backward_into_fake(dy: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    return _gradients_fake(LayerInputs(*call[:_NUM_INPUTS]), call[_NUM_INPUTS + 2 + _NUM_CALL])[:2]
-
-
-def _gradients_fake(inputs: LayerInputs, needs: list[bool]) -> tuple[Tensor, ...]:
-    x, _, *others = inputs
+def _backward_fake(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    (x, _, *others), needs = args[_INPUT], args[-2]
     made = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, *others))
     return tuple(m if need else x.new_empty(0) for m, need in zip(made, needs))
 
 
+def _backward_into_fake(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _backward_fake(dy, *args)[:2]
+
+
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:_NUM_INPUTS])
+    ctx.save_for_backward(*inputs[_INPUT])
     _keep_call(ctx, inputs)
 
 
@@ -146,15 +142,15 @@ def _run_saving_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.mark_non_differentiable(gate_up)
     # Else its gradient, which nobody reads, would be zeros of its size.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_NUM_INPUTS], gate_up)
+    ctx.save_for_backward(*inputs[_INPUT], gate_up)
     _keep_call(ctx, inputs)
 
 
 def _keep_call(ctx: Any, inputs: tuple[Any, ...]) -> None:
     # Not through save_for_backward: each backward adds into these buffers, which autograd would report as a modified
     # saved tensor for every other micro-batch in flight.
-    ctx.into = inputs[_NUM_INPUTS : _NUM_INPUTS + 2]
-    ctx.call = inputs[_NUM_INPUTS + 2 : _NUM_INPUTS + 2 + _NUM_CALL]
+    ctx.into = inputs[_BUFFERS]
+    ctx.call = inputs[7:11]
     ctx.num_inputs = len(inputs)
 
 
@@ -173,7 +169,7 @@ def _save_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _all_gradients(
     ctx: Any, dy: Tensor, tensors: Sequence[Tensor], saved: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Of the inputs of `save` or `run_saving`."""
+    """For every input of `save` or `run_saving`."""
     needed = ctx.needs_input_grad
     needs = [needed[0], needed[2], needed[3], needed[4]]
     into = ctx.into
@@ -190,7 +186,7 @@ def _all_gradients(
         # The weights' gradients are in the buffers; a zero of stride 0 keeps their hooks firing and adds nothing.
         grads = (dx, dtopk, *(w.new_zeros(1, 1, 1).expand(w.shape) for w in tensors[3:]))
     dx, dtopk, dw1, dw2 = (g if need else None for g, need in zip(grads, needs))
-    return dx, None, dtopk, dw1, dw2, *(None,) * (ctx.num_inputs - _NUM_INPUTS)
+    return dx, None, dtopk, dw1, dw2, *(None,) * (ctx.num_inputs - 5)
 
 
 def _run_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -18,14 +18,19 @@ from mega_moe._base.layer import Gradients, LayerInputs, Needs
 
 
 class Executor(Protocol):
-    """What an op needs of a backend: the two directions of one layer, on real tensors."""
+    """What a backend gives to the operators: the two directions of one layer, on real tensors."""
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Accepted dtypes of x and the weights."""
+        ...
 
     def forward(
         self, inputs: LayerInputs, activation: Activation, saved_rows: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """-> y, and with ``saved_rows`` gate and up for the backward, ``[saved_rows, 2I]`` in x's dtype.
 
-        What is saved means nothing to others. MegaMoEError from a backend that saves nothing.
+        Nobody else can read what is saved. MegaMoEError from a backend that saves nothing.
         """
         ...
 
@@ -41,6 +46,10 @@ class Executor(Protocol):
         into: tuple[Tensor, Tensor] | None = None,
     ) -> Gradients:
         """Gradients that are needed; ``into``: buffers to which those of the weights are added with one rounding."""
+        ...
+
+    def refuse(self, error: Exception, num_tokens: int) -> None:
+        """Let the other ranks raise PeerError for the call that this rank answers with ``error``."""
         ...
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega_moe._backends.decide import BACKENDS
+from mega_moe._backends.choice.decide import BACKENDS
 from mega_moe._base.types import DW_PRECISIONS, PRECISIONS, check_dw_precision
 from mega_moe.bench.shapes import DIRECTIONS, PARTS, SHAPES, find_shape
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import mega_moe
-from mega_moe._backends import facts
+from mega_moe._backends.choice import facts
 from mega_moe._ops import library
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.schema import Environment

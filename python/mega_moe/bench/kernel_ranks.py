@@ -9,16 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_moe._backends import facts
-from mega_moe._backends.decide import decide
-from mega_moe._backends.kernel_layer import KernelLayer
-from mega_moe._backends.kernel_rank import KernelRank
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
-from mega_moe._backends.saved import SavedRows
-from mega_moe._backends.symmetric import Shape as BufferShape
-from mega_moe._backends.symmetric import of_virtual_ranks, symmetric_layout
-from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
+from mega_moe._backends.choice import facts
+from mega_moe._backends.choice.decide import decide
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused.launch import KernelRank
+from mega_moe._backends.fused.layer import KernelLayer
+from mega_moe._backends.fused.memory import Shape as BufferShape
+from mega_moe._backends.fused.memory import of_virtual_ranks, symmetric_layout
+from mega_moe._backends.fused.rows import SavedRows, pool_rows
+from mega_moe._backends.fused.weight_copies import WeightCopies, WeightCopy
 from mega_moe._base.layer import LayerInputs, Needs
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.ranks import Context

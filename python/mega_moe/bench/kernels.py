@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from mega_moe._backends.saved import check_share
+from mega_moe._backends.fused.rows import check_share
 from mega_moe.bench.clocks import ClockProbe
 from mega_moe.bench.kernel_ranks import (
     DIRECTIONS,

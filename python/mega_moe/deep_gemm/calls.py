@@ -163,7 +163,7 @@ def bf16_mega_moe_backward(
         # The operator adds with one rounding: into zeros that is what an overwritten gradient holds.
         into = (dw1.zero_(), dw2.zero_())
         made = torch.ops.mega_moe.backward_into(
-            dy.contiguous(), *call, *into, sym_buffer.moe.handle, *act.arguments(), [True] * 4, None
+            dy.contiguous(), *call, *into, sym_buffer.moe._live().handle, *act.arguments(), [True] * 4, None
         )
         dx.copy_(made[0])
         dtopk.copy_(made[1])

@@ -27,7 +27,7 @@ def checked(sym_buffer: SymmBuffer, check: Callable[[], _Found]) -> _Found:
         return check()
     except (ValueError, TypeError, BackendRefusedError) as error:
         if isinstance(sym_buffer, SymmBuffer) and sym_buffer.buffer is not None:
-            sym_buffer.moe.refuse(error)
+            sym_buffer.moe._refuse(error)
         raise
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_moe._backends.given_codes import Codes, GivenCodes
+from mega_moe._backends.fused.prequantized import PrequantizedLayer, QuantizedWeight
 from mega_moe._base.activation import as_activation
 from mega_moe._base.errors import BackendRefusedError
 from mega_moe.deep_gemm.checks import (
@@ -59,9 +59,9 @@ def fp8_mega_moe(
             their next call or ``sym_buffer.moe.check()`` raises PeerError.
     """
 
-    def check() -> GivenCodes:
+    def check() -> PrequantizedLayer:
         check_call(sym_buffer, "fp8xfp8", activation, ())
-        given = _given_codes(sym_buffer, "fp8_mega_moe")
+        given = _prequantized(sym_buffer, "fp8_mega_moe")
         _check_recipe(recipe)
         hidden, inner = sym_buffer.hidden, sym_buffer.intermediate_hidden
         check_pair("l1_weights", l1_weights, sym_buffer, 2 * inner, hidden)
@@ -77,7 +77,8 @@ def fp8_mega_moe(
     _, ids, weights = sym_buffer.staged(y.shape[0])
     act = as_activation(None, activation_clamp)
     with torch.no_grad():
-        made, routing = given.forward(ids, weights, Codes(*l1_weights), Codes(*l2_weights), act)
+        l1, l2 = QuantizedWeight(*l1_weights), QuantizedWeight(*l2_weights)
+        made, routing = given.forward(ids, weights, l1, l2, act)
         y.copy_(made)
         if cumulative_local_expert_recv_stats is not None:
             # -1 where the call was not served.
@@ -120,9 +121,9 @@ def fp8_mega_moe_backward(
             and dw2 of no use.
     """
 
-    def check() -> GivenCodes:
+    def check() -> PrequantizedLayer:
         check_call(sym_buffer, "fp8xfp8", "swiglu", ())
-        given = _given_codes(sym_buffer, "fp8_mega_moe_backward")
+        given = _prequantized(sym_buffer, "fp8_mega_moe_backward")
         hidden, inner = sym_buffer.hidden, sym_buffer.intermediate_hidden
         check_pair("l1", l1, sym_buffer, 2 * inner, hidden)
         check_pair("l1_t", l1_t, sym_buffer, hidden, 2 * inner)
@@ -142,13 +143,14 @@ def fp8_mega_moe_backward(
     _, ids, weights = sym_buffer.staged(dy.shape[0])
     act = as_activation(None, activation_clamp)
     with torch.no_grad():
-        own = given.backward(dy, x, ids, weights, Codes(*l1), Codes(*l1_t), Codes(*l2_t), act, (dw1, dw2))
+        copies = QuantizedWeight(*l1), QuantizedWeight(*l1_t), QuantizedWeight(*l2_t)
+        own = given.backward(dy, x, ids, weights, *copies, act, (dw1, dw2))
         for gradient, value in zip((dx, dtopk), own, strict=True):
             gradient.copy_(value)
 
 
-def _given_codes(sym_buffer: SymmBuffer, name: str) -> GivenCodes:
-    given = sym_buffer.moe.given_codes
+def _prequantized(sym_buffer: SymmBuffer, name: str) -> PrequantizedLayer:
+    given = sym_buffer.moe._live().prequantized
     if given is None:
         refused = f"{name}: backend {sym_buffer.moe.backend} quantizes by itself and reads no given scales"
         reasons = "; ".join(sym_buffer.moe.explanation.verdict("fused").reasons)

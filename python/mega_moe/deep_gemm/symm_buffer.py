@@ -92,7 +92,7 @@ class SymmBuffer:
         self.hidden = hidden
         self.intermediate_hidden = intermediate_hidden
         quantized = mma_type == "fp8xfp8"
-        given = self.moe.given_codes
+        given = self.moe._live().prequantized
         parts: dict[str, tuple[torch.dtype, int]] = {
             "topk_idx": (torch.int64, num_topk),
             "topk_weights": (torch.float32, num_topk),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mega_moe._backends.decide import BACKENDS
+from mega_moe._backends.choice.decide import BACKENDS
 from mega_moe._base.errors import FallbackWarning, MegaMoEError
 from mega_moe._base.types import PRECISIONS
 from mega_moe.demo.config import Config

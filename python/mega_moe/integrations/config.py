@@ -8,10 +8,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mega_moe._backends.decide import BACKENDS
-from mega_moe._backends.request import check_scale_format
-from mega_moe._backends.saved import check_share
-from mega_moe._base.types import MAX_TOKENS_PER_RANK, PRECISIONS, check_dw_precision, positive_int
+from mega_moe._backends.choice.decide import BACKENDS
+from mega_moe._backends.fused.rows import check_share
+from mega_moe._base.types import (
+    MAX_TOKENS_PER_RANK,
+    PRECISIONS,
+    check_dw_precision,
+    check_scale_format,
+    positive_int,
+)
 
 TABLE = "trainer.model.moe.dispatch"
 TYPE = "mega_moe"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mega_moe._backends.facts import as_device
+from mega_moe._backends.choice.facts import as_device
 from mega_moe._base.activation import Activation, as_activation
 from mega_moe.buffer import MoEBuffer
 from mega_moe.integrations.adapters import ExpertAdapter, Sizes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mega_moe._backends.facts import RankFacts
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.facts import RankFacts
+from mega_moe._backends.choice.request import Request
 
 from ._facts import cpu, gpu, request
 

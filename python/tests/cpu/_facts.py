@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.facts import RankFacts, Variant
+from mega_moe._backends.choice.request import Request
 
 ROUTE = Variant("route", "90a", "none")
 QUANTIZE_WEIGHTS = Variant("quantize_weights", "90a", "fp8")
@@ -16,7 +16,7 @@ FULL = (
     ROUTE,
     QUANTIZE_WEIGHTS,
 )
-STAGE_ONLY = (Variant("stage", "90a", "bf16"), Variant("clock_probe", "90a", "none"))
+PROBE_ONLY = (Variant("clock_probe", "90a", "none"),)
 
 
 def kernels(*pairs: str) -> tuple[Variant, ...]:

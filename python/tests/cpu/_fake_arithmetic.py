@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_moe._backends.activation import activate, rounded_sigmoid
-from mega_moe._backends.arithmetic import Experts, Payload, RowGrads, Wanted
-from mega_moe._backends.quantize import quantize_rows, scaled_product
-from mega_moe._backends.reference import ReferenceArithmetic
-from mega_moe._backends.staging import Staged, TorchStager
+from mega_moe._backends.plain.activation import activate, rounded_sigmoid
+from mega_moe._backends.plain.arithmetic import Experts, Payload
+from mega_moe._backends.plain.quantize import quantize_rows, scaled_gemm
+from mega_moe._backends.plain.reference import ReferenceArithmetic
+from mega_moe._base.layer import Gradients, Needs
 
 
 class OfCopies(ReferenceArithmetic):
-    """The fp8 forward on weights that are e4m3 copies already."""
+    """The fp8 forward on weights that are e4m3 copies already, and on an x that may be: ``found``."""
 
-    def __init__(self, *scales: Tensor, power_of_two: bool) -> None:
-        super().__init__("fp8")
-        self._scales, self._power_of_two = scales, power_of_two
+    def __init__(self, *scales: Tensor, power_of_two: bool, found: Payload | None = None) -> None:
+        super().__init__("fp8", power_of_two=power_of_two)
+        self._scales, self._found = scales, found
+
+    def payload(self, x: Tensor) -> Payload:
+        return super().payload(x) if self._found is None else self._found
 
     def forward(self, x: Payload, weight: Tensor, experts: Experts) -> Tensor:
         blocks, start = [], 0
@@ -27,22 +30,10 @@ class OfCopies(ReferenceArithmetic):
                 (codes[expert], scales[expert])
                 for codes, scales in zip((experts.gate_up, experts.down), self._scales, strict=True)
             )
-            z = scaled_product((x[0][rows], x[1][rows]), gate_up).bfloat16()
+            z = scaled_gemm((x[0][rows], x[1][rows]), gate_up).bfloat16()
             h = activate(z, experts.activation, rounded_sigmoid) * weight[rows, None]
-            blocks.append(scaled_product(quantize_rows(h, self._power_of_two), down).bfloat16())
+            blocks.append(scaled_gemm(quantize_rows(h, self._power_of_two), down).bfloat16())
         return torch.cat(blocks)
-
-
-class FoundCodes(TorchStager):
-    """Of an x that is quantized already."""
-
-    def __init__(self, num_experts: int, codes: Tensor, scales: Tensor) -> None:
-        super().__init__(num_experts)
-        self._payload = (codes, scales)
-
-    def stage(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, quantize: bool) -> Staged:
-        assert quantize
-        return super().stage(x, topk_idx, topk_weights, False)._replace(x=self._payload)
 
 
 class BackwardOfCopies(ReferenceArithmetic):
@@ -53,7 +44,9 @@ class BackwardOfCopies(ReferenceArithmetic):
         self._copies = copies
         self._expert = -1
 
-    def backward(self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, wanted: Wanted) -> RowGrads:
+    def backward(
+        self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, needs: Needs, dw_dtype: torch.dtype
+    ) -> Gradients:
         """Expert by expert, so that `multiply` knows whose copies it reads."""
         parts, start = [], 0
         for expert, count in enumerate(experts.counts):
@@ -62,8 +55,8 @@ class BackwardOfCopies(ReferenceArithmetic):
             one = Experts(
                 experts.gate_up[expert][None], experts.down[expert][None], [count], experts.activation
             )
-            parts.append(super().backward(x[rows], dy[rows], weight[rows], one, wanted))
-        return RowGrads(
+            parts.append(super().backward(x[rows], dy[rows], weight[rows], one, needs, dw_dtype))
+        return Gradients(
             *(None if own[0] is None else torch.cat([p for p in own if p is not None]) for own in zip(*parts))
         )
 
@@ -89,4 +82,4 @@ class _Copied:
         return quantize_rows(value, self._power_of_two)
 
     def multiply(self, rows: Payload, weight: Tensor) -> Tensor:
-        return scaled_product((rows[0], rows[1]), self._by_extents[tuple(weight.shape)])
+        return scaled_gemm((rows[0], rows[1]), self._by_extents[tuple(weight.shape)])

@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends import faults, kernel_build, kernel_rank, plan, symmetric
-from mega_moe._backends.control import Control, LocalControl
-from mega_moe._backends.decide import Verdict
-from mega_moe._backends.plain import PlainExecutor
-from mega_moe._backends.quantize import quantize_weight
-from mega_moe._backends.reference import ReferenceArithmetic
-from mega_moe._backends.request import Request
-from mega_moe._backends.staging import TorchStager
-from mega_moe._backends.transport import LocalTransport
+from mega_moe._backends import build
+from mega_moe._backends.choice import explanation
+from mega_moe._backends.choice.decide import Verdict
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused import faults, launch, memory
+from mega_moe._backends.group import Control
+from mega_moe._backends.plain.executor import PlainExecutor
+from mega_moe._backends.plain.quantize import quantize_weight
+from mega_moe._backends.plain.reference import ReferenceArithmetic
 from mega_moe._base.activation import Activation
 from mega_moe._base.layer import LayerInputs, Needs
 from mega_moe._base.mode import Mode
 from mega_moe._ops import library
 
-from ._fake_arithmetic import BackwardOfCopies, FoundCodes, OfCopies
+from ._fake_arithmetic import BackwardOfCopies, OfCopies
 
 NOTE = "the backward runs on something else"
-STAGING = 256  # where it begins in the symmetric part
+STAGED = 256  # where x begins in the symmetric part
 
 
 class Launch(NamedTuple):
@@ -94,18 +94,12 @@ class FakeKernels:
         self._reports.append((1, 0, role, kind, index, seen, wanted, len(self.launches) + 1))
 
     def symmetric_parts(self) -> str:
-        return "control staging home"
+        return "control staged_x staged_scales"
 
     def symmetric_layout(self, words: list[int]) -> list[int]:
-        max_tokens, top_k, _, hidden = words[:4]
-        staging = self.staging_layout(max_tokens, top_k, hidden, True)[-1]
-        return [0, 256, STAGING, staging, STAGING + staging, 256, STAGING + staging + 256]
-
-    def staging_layout(self, max_tokens: int, top_k: int, hidden: int, quantize: bool) -> list[int]:
-        """Of x and its scales; the rest is of no length."""
-        scales = max_tokens * hidden
-        end = scales + max_tokens * (hidden // 128) * 4
-        return [0, scales, end, end, end, -(-end // 256) * 256]
+        max_tokens, _, _, hidden = words[:4]
+        x, scales = max_tokens * hidden, max_tokens * (hidden // 128) * 4
+        return [0, 256, STAGED, x, STAGED + x, scales, -(-(STAGED + x + scales) // 256) * 256]
 
     def workspace_parts(self) -> str:
         return "sync x_pool"
@@ -194,34 +188,33 @@ class FakeKernels:
             return
         experts = rank.num_experts
         request = Request(experts, rank.max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
-        stager, arithmetic = TorchStager(experts), ReferenceArithmetic("bf16")
+        arithmetic = ReferenceArithmetic("bf16")
         wrong = (topk_idx < -1) | (topk_idx >= experts)
         if fp8:
             assert w_gate_up.dtype == w_down.dtype == torch.float8_e4m3fn
             power_of_two = rank.mode.power_of_two
             self.rounded.append(power_of_two)
-            stager = TorchStager(experts, power_of_two)
+            found = None
             if x.dtype == torch.float8_e4m3fn:
-                stager, x = self._found(x, rank), torch.zeros(x.shape, dtype=torch.bfloat16)
+                found, x = self._found(x, rank), torch.zeros(x.shape, dtype=torch.bfloat16)
             assert gate_up_sf is not None
             assert down_sf is not None
-            arithmetic = OfCopies(gate_up_sf, down_sf, power_of_two=power_of_two)
+            arithmetic = OfCopies(gate_up_sf, down_sf, power_of_two=power_of_two, found=found)
             # As the library counts: behind the words of the call and of its ranks.
             ids = topk_idx[(topk_idx >= 0) & ~wrong].long()
             summary[3 : 3 + experts] = torch.bincount(ids, minlength=experts)
-        plain = PlainExecutor(request, arithmetic, stager, LocalControl(), LocalTransport())
+        plain = PlainExecutor(request, arithmetic, Control())
         inputs = LayerInputs(x, topk_idx.masked_fill(wrong, -1), topk_weights, w_gate_up, w_down)
         y.copy_(plain.forward(inputs, Activation(activation, clamp=clamp, alpha=alpha))[0])
         if wrong.any():
             y.fill_(float("nan"))
 
-    def _found(self, x: Tensor, rank: Rank) -> FoundCodes:
-        """Codes where the buffer stages them, alongside their scales."""
-        staged = rank.buffers[rank.rank] + STAGING
+    def _found(self, x: Tensor, rank: Rank) -> tuple[Tensor, Tensor]:
+        """Codes where the buffer stages them, and their scales."""
+        staged = rank.buffers[rank.rank] + STAGED
         assert len(x) == 0 or x.data_ptr() == staged
         hidden = x.shape[1]
-        offset = self.staging_layout(rank.max_tokens, rank.top_k, hidden, True)[1]
-        return FoundCodes(rank.num_experts, x, _floats_at(staged + offset, len(x), hidden // 128))
+        return x, _floats_at(staged + rank.max_tokens * hidden, len(x), hidden // 128)
 
     def moe_backward(
         self,
@@ -298,7 +291,7 @@ class FakeKernels:
             w_down = x.new_empty(experts, hidden, inner)
         assert w_down is not None
         request = Request(experts, rank.max_tokens, topk_idx.shape[1], hidden, inner)
-        plain = PlainExecutor(request, arithmetic, TorchStager(experts), LocalControl(), LocalTransport())
+        plain = PlainExecutor(request, arithmetic, Control())
         got = plain.backward(
             dy,
             LayerInputs(x, topk_idx, topk_weights.float(), w_gate_up, w_down),
@@ -360,25 +353,23 @@ def faked_kernels(backward: bool = False) -> Iterator[FakeKernels]:
     def decide(request: Request, facts: Any, named: str | None = None) -> tuple[Verdict, ...]:
         return (Verdict("fused", note=None if backward else NOTE), Verdict("grouped"), Verdict("reference"))
 
-    def of_group(
-        nbytes: int, device: torch.device, group: Any, control: Control
-    ) -> symmetric.SymmetricMemory:
-        memory = symmetric.allocate(nbytes, device)
-        return symmetric.SymmetricMemory(memory, [memory.data_ptr()] * control.size)
+    def of_group(nbytes: int, device: torch.device, group: Any, control: Control) -> memory.SymmetricMemory:
+        part = memory.allocate(nbytes, device)
+        return memory.SymmetricMemory(part, [part.data_ptr()] * control.size)
 
-    layouts = (symmetric.symmetric_layout, symmetric.workspace_layout)
+    layouts = (memory.symmetric_layout, memory.workspace_layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "require", lambda: fake)
-        patch.setattr(plan, "decide", decide)
-        patch.setattr(plan, "why_no_kernel_router", lambda request, facts: [])
-        patch.setattr(kernel_build, "of_group", of_group)
-        patch.setattr(kernel_rank, "_new_record", lambda: torch.zeros(faults.RECORD_WORDS, dtype=torch.int64))
-        patch.setattr(kernel_rank, "in_order", fake._in_order)
+        patch.setattr(explanation, "decide", decide)
+        patch.setattr(build, "why_no_kernel_router", lambda request, facts: [])
+        patch.setattr(build, "of_group", of_group)
+        patch.setattr(launch, "_new_record", lambda: torch.zeros(faults.RECORD_WORDS, dtype=torch.int64))
+        patch.setattr(launch, "in_order", fake._in_order)
         patch.setattr(torch.cuda, "synchronize", synchronize)
         patch.setattr(torch.cuda, "device", contextlib.nullcontext)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
-        patch.setattr(symmetric, "_ALIGNMENT", 64)  # what torch gives on a CPU
+        patch.setattr(memory, "_ALIGNMENT", 64)  # what torch gives on a CPU
         for layout in layouts:
             layout.cache_clear()
         yield fake

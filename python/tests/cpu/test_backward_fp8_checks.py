@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mega_moe._backends import quantize
-from mega_moe._backends.quantize import gradient_product
-from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.fused.memory import Shape
+from mega_moe._backends.plain import quantize
+from mega_moe._backends.plain.quantize import wgrad_gemm
 from mega_moe._base.layer import Gradients
 from mega_moe._base.mode import Mode
 
@@ -211,12 +211,12 @@ def test_other_sums_than_the_tensor_cores_are_refused(
 
 def scales_of_the_other(left: Tensor, right: Tensor, *how: Any) -> Tensor:
     """Of single columns for x and h, and of 128 for dz and dy."""
-    return gradient_product(right, left, *how).T
+    return wgrad_gemm(right, left, *how).T
 
 
 def blocks_begin_elsewhere(left: Tensor, right: Tensor, *how: Any) -> Tensor:
     """64 rows later."""
-    return gradient_product(*(pad(value, (0, 0, 64, 0)) for value in (left, right)), *how)
+    return wgrad_gemm(*(pad(value, (0, 0, 64, 0)) for value in (left, right)), *how)
 
 
 def of_bf16(left: Tensor, right: Tensor, *how: Any) -> Tensor:
@@ -234,7 +234,7 @@ def test_a_fault_of_gradients_in_fp8_is_refused(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quantize, "gradient_product", fault)
+    monkeypatch.setattr(quantize, "wgrad_gemm", fault)
     nothing = Gradients(None, None, None, None)
     alone = [nothing._replace(**{name: getattr(own, name)}) for own in emulated(layer, dy, in_fp8)]
     with pytest.raises(AssertionError, match=f"{name}: .* from the emulation"):

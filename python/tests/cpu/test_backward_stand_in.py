@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_moe._backends.tables import plain_tables
+from mega_moe.testing.tables import plain_tables
 
 # What is tested here lies alongside the GPU tests that use it.
 from ..gpu import (  # noqa: TID252

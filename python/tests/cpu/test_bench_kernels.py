@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mega_moe._backends import facts
+from mega_moe._backends.choice import facts
 from mega_moe.bench import kernels
 from mega_moe.bench.kernel_ranks import Options, why_not
 from mega_moe.bench.schema import Timing

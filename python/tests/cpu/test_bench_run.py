@@ -143,7 +143,7 @@ def test_a_precision_that_only_the_reference_can_do_is_refused_by_the_others(tmp
 def test_a_backend_that_computes_something_else_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mega_moe._backends.grouped import GroupedArithmetic
+    from mega_moe._backends.plain.grouped import GroupedArithmetic
 
     honest = GroupedArithmetic.forward
     monkeypatch.setattr(GroupedArithmetic, "forward", lambda *args: honest(*args) * 1.01)
@@ -159,7 +159,7 @@ def test_a_backend_that_computes_something_else_fails(
 def test_a_backend_that_breaks_is_a_row_and_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mega_moe._backends.grouped import GroupedArithmetic
+    from mega_moe._backends.plain.grouped import GroupedArithmetic
 
     def out_of_memory(*args: object) -> None:
         raise RuntimeError("out of memory: tried to allocate 1 TiB\nmore lines")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mega_moe._backends import decide
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice import decide
+from mega_moe._backends.choice.request import Request
 from mega_moe._base.types import PRECISIONS
 from mega_moe.bench import schema
 

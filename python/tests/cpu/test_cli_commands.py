@@ -15,8 +15,8 @@ import torch
 
 import mega_moe
 from mega_moe import _doctor
-from mega_moe._backends import facts as facts_module
-from mega_moe._backends.facts import RankFacts
+from mega_moe._backends.choice import facts as facts_module
+from mega_moe._backends.choice.facts import RankFacts
 from mega_moe.cli import COMMANDS, main
 
 from ._train import words

@@ -260,8 +260,7 @@ def test_a_destroyed_buffer_says_so(problem: Problem) -> None:
         lambda: mega_moe.moe(problem.x[0], *problem.inputs[1:], buffer=buffer),
         lambda: mega_moe.moe(*problem.inputs, buffer=buffer, activation_clamp=-1),
         lambda: buffer.dtypes,
-        lambda: buffer.stager,
-        lambda: buffer.handle,
+        lambda: buffer._live().handle,
         buffer.check,
     ]
     for use in uses:

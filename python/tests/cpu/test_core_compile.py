@@ -67,41 +67,41 @@ def arguments(name: str, problem: Problem, buffer: MoEBuffer) -> list[tuple[Any,
     leaves = problem.requires_grad()
     turned = problem.x.T.contiguous().T
     none = problem.tokens(slice(0, 0))
-    token = ops.save(*problem.inputs, None, None, buffer.handle, *NO_CLAMP)
+    token = ops.save(*problem.inputs, None, None, buffer._live().handle, *NO_CLAMP)
     if name == "save":
         return [
-            (*leaves.inputs, None, None, buffer.handle, *NO_CLAMP),
-            (*leaves.inputs, *into(problem), buffer.handle, *CLAMP),
-            (*none.requires_grad().inputs, None, None, buffer.handle, *NO_CLAMP),
+            (*leaves.inputs, None, None, buffer._live().handle, *NO_CLAMP),
+            (*leaves.inputs, *into(problem), buffer._live().handle, *CLAMP),
+            (*none.requires_grad().inputs, None, None, buffer._live().handle, *NO_CLAMP),
         ]
     if name == "run":
         return [
-            (token.clone().requires_grad_(), *leaves.inputs, buffer.handle, *CLAMP),
-            (token, turned, *problem.inputs[1:], buffer.handle, *NO_CLAMP),
-            (token[:0], *none.inputs, buffer.handle, *NO_CLAMP),
+            (token.clone().requires_grad_(), *leaves.inputs, buffer._live().handle, *CLAMP),
+            (token, turned, *problem.inputs[1:], buffer._live().handle, *NO_CLAMP),
+            (token[:0], *none.inputs, buffer._live().handle, *NO_CLAMP),
         ]
     if name == "backward":
         return [
-            (problem.dy, *problem.inputs, buffer.handle, *NO_CLAMP, [True] * 4, None),
+            (problem.dy, *problem.inputs, buffer._live().handle, *NO_CLAMP, [True] * 4, None),
             (
                 problem.dy,
                 turned,
                 *problem.inputs[1:],
-                buffer.handle,
+                buffer._live().handle,
                 *CLAMP,
                 [True, False, False, True],
                 None,
             ),
-            (problem.dy, *problem.inputs, buffer.handle, *NO_CLAMP, [False, True, True, False], None),
-            (none.dy, *none.inputs, buffer.handle, *NO_CLAMP, [True] * 4, None),
+            (problem.dy, *problem.inputs, buffer._live().handle, *NO_CLAMP, [False, True, True, False], None),
+            (none.dy, *none.inputs, buffer._live().handle, *NO_CLAMP, [True] * 4, None),
         ]
     return [
-        (problem.dy, *problem.inputs, *into(problem), buffer.handle, *NO_CLAMP, [True] * 4, None),
+        (problem.dy, *problem.inputs, *into(problem), buffer._live().handle, *NO_CLAMP, [True] * 4, None),
         (
             problem.dy,
             *problem.inputs,
             *into(problem, torch.bfloat16),
-            buffer.handle,
+            buffer._live().handle,
             *NO_CLAMP,
             [False, True, True, False],
             None,

@@ -7,18 +7,19 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 
-from mega_moe._backends import decide as module
-from mega_moe._backends.decide import BACKENDS, Verdict, decide
-from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice import decide as module
+from mega_moe._backends.choice.decide import BACKENDS, Verdict, decide, why_no_kernel_router
+from mega_moe._backends.choice.facts import RankFacts, Variant
+from mega_moe._backends.choice.request import Request
 
 from ._deep_gemm_rows import ROWS
-from ._facts import FULL, STAGE_ONLY, cpu, gpu, kernels, pair, request
+from ._facts import FULL, PROBE_ONLY, cpu, gpu, kernels, pair, request
 
 
 class Row(NamedTuple):
@@ -171,7 +172,7 @@ TABLE = {
         "fused",
         (NO_ROUTE, missing("forward", "bf16")),
         request(),
-        [gpu(variants=STAGE_ONLY)],
+        [gpu(variants=PROBE_ONLY)],
     ),
     # Plain operators stand in for the backward kernel.
     "no-backward": Row("fused", (), request(), [gpu(variants=kernels("forward bf16"))]),
@@ -381,6 +382,7 @@ def lines_run(row: Row) -> set[int]:
     sys.settrace(trace)
     try:
         decide(row.request, row.facts, row.named)
+        why_no_kernel_router(row.request, row.facts)
     finally:
         sys.settrace(before)
     return seen
@@ -430,6 +432,6 @@ def test_every_backend_is_judged_in_order_of_preference() -> None:
 
 def test_decide_changes_nothing() -> None:
     facts = pair()
-    before = [fact.as_dict() for fact in facts]
+    before = [asdict(fact) for fact in facts]
     assert decide(request(num_ranks=2), facts) == decide(request(num_ranks=2), tuple(facts))
-    assert before == [fact.as_dict() for fact in facts]
+    assert before == [asdict(fact) for fact in facts]

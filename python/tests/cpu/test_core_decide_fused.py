@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from mega_moe._backends.decide import decide, holds_backward, why_no_fused_shape, why_no_kernel_router
-from mega_moe._backends.facts import Variant
+from mega_moe._backends.choice.decide import decide, holds_backward, why_no_fused_shape, why_no_kernel_router
+from mega_moe._backends.choice.facts import Variant
 
-from ._facts import FULL, STAGE_ONLY, gpu, kernels, request
+from ._facts import FULL, PROBE_ONLY, gpu, kernels, request
 from .test_core_decide import TABLE
 
 
@@ -26,7 +26,7 @@ def test_a_stand_in_for_the_backward_is_told() -> None:
     assert decide(request(), [whole])[0].note is None
     verdict = decide(request(), [forward])[0]
     assert verdict.note == (
-        "the backward runs on torch's grouped products, since this wheel holds no fused backward kernel in bf16"
+        "the backward runs on torch's grouped GEMMs, since this wheel holds no fused backward kernel in bf16"
     )
     assert str(verdict) == f"fused: accepted; {verdict.note}"
     for refused in (request(hidden=384), request(precision="fp8")):
@@ -67,11 +67,11 @@ def test_a_backward_in_fp8_needs_copies_of_the_weights() -> None:
         ({}, kernels("forward bf16"), []),
         ({"hidden": 384}, kernels("forward bf16"), ["hidden is 384, must be a multiple of 256"]),
         ({"dtype": "float32"}, kernels("forward bf16"), ["takes bfloat16 inputs, got float32"]),
-        ({}, STAGE_ONLY, ["this wheel holds no fused forward kernel in bf16"]),
+        ({}, PROBE_ONLY, ["this wheel holds no fused forward kernel in bf16"]),
         ({"precision": "fp8_bwd"}, kernels("forward bf16"), []),
         (
             {"precision": "fp8"},
-            STAGE_ONLY,
+            PROBE_ONLY,
             [
                 "this wheel holds no fused forward kernel in fp8",
                 "this wheel holds no weight-quantizing kernel in fp8",

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from mega_moe._backends import decide as module
+from mega_moe._backends.choice import decide as module
 
 PURE = """
 import importlib.abc, sys, types
@@ -22,8 +22,8 @@ sys.meta_path.insert(0, Refuse())
 package = types.ModuleType("mega_moe")
 package.__path__ = [{folder!r}]
 sys.modules["mega_moe"] = package
-from mega_moe._backends.decide import choose, decide
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.decide import choose, decide
+from mega_moe._backends.choice.request import Request
 fact = types.SimpleNamespace(
     host="a", machine="b", device="cpu", device_type="cpu", device_uuid=None, peer_access=(), group_backend=None,
     library_loaded=False, library_reason="none", variants=(), compute_capability=None,
@@ -34,7 +34,7 @@ print(choose(decide(Request(8, 64, 2, 512, 256), [fact])).backend)
 
 
 def pure(*blocked: str, extra: str = "") -> subprocess.CompletedProcess[str]:
-    folder = str(Path(module.__file__).parent.parent)
+    folder = str(Path(module.__file__).parents[2])
     code = textwrap.dedent(PURE).format(blocked=set(blocked), folder=folder, extra=extra)
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
@@ -47,6 +47,6 @@ def test_decide_needs_no_torch() -> None:
 
 
 def test_the_purity_check_can_fail() -> None:
-    ended = pure("torch", "numpy", extra="from mega_moe._backends import facts")
+    ended = pure("torch", "numpy", extra="from mega_moe._backends.choice import facts")
     assert ended.returncode != 0
     assert "torch is blocked" in ended.stderr

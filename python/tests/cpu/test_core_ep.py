@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mega_moe
-from mega_moe._backends.plain import PlainExecutor
+from mega_moe._backends.plain.executor import PlainExecutor
 from mega_moe.testing import Gradients, Problem, fp64_moe_grads, random_problem, relative_l2
 
 from ._ep import Case, Gap, gap, of_rank, part, single, spread_buffer

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mega_moe
 from mega_moe import FallbackWarning, MoEBuffer, PeerError
-from mega_moe._backends.facts import collect
+from mega_moe._backends.choice.facts import collect
 from mega_moe.testing import Problem
 
 from ._ep import AT_ONCE, SIZES, gap, of_rank, small_part, small_problem
@@ -186,7 +186,7 @@ def too_large_for_one(rank: int, small: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == small:
-            patch.setattr("mega_moe._backends.plan.build_executor", build)
+            patch.setattr("mega_moe._backends.build.build_executor", build)
         MoEBuffer(dist.group.WORLD, **SIZES)
 
 

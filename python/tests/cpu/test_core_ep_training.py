@@ -299,7 +299,7 @@ def after_destroy(rank: int) -> None:
         lambda: mega_moe.moe(*mine.inputs, buffer=buffer),
         lambda: y.backward(mine.dy),
         lambda: module(*mine.inputs[:3]),
-        lambda: buffer.handle,
+        lambda: buffer._live().handle,
         lambda: buffer.dtypes,
         buffer.check,
     ):

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 import torch
 
 from mega_moe import LibraryError
-from mega_moe._backends import facts as module
-from mega_moe._backends.facts import RankFacts, as_device, collect, default_device
+from mega_moe._backends.choice import facts as module
+from mega_moe._backends.choice.facts import RankFacts, as_device, collect, default_device
 from mega_moe._ops import library
 
 
@@ -36,7 +37,7 @@ def test_facts_of_the_cpu_are_this_machine() -> None:
 def test_facts_are_equal_from_call_to_call_and_fit_into_json() -> None:
     fact = collect("cpu")
     assert fact == collect(torch.device("cpu"))
-    told = json.loads(json.dumps(fact.as_dict()))
+    told = json.loads(json.dumps(asdict(fact)))
     assert told.keys() == RankFacts.__dataclass_fields__.keys()
 
 
@@ -105,7 +106,7 @@ def test_facts_of_a_gpu() -> None:
     assert (fact.num_sms, fact.memory_bytes) == (132, 1 << 37)
     assert fact.peer_access == (("uuid1", False),)
     assert fact.driver_cuda == (12, 9)
-    json.dumps(fact.as_dict())
+    json.dumps(asdict(fact))
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -206,20 +207,20 @@ def test_a_library_that_loads_brings_its_record(folder: Path, monkeypatch: pytes
     (folder / "build.json").write_text(
         json.dumps({"cuda": "13.0", "architectures": ["90a"], "kernels_sha256": "abc", "version": "1"})
     )
-    listed = {"op": "stage", "architecture": "90a", "precision": "fp8", "hidden_multiple": 128}
+    listed = {"op": "quantize_weights", "architecture": "90a", "precision": "fp8", "hidden_multiple": 128}
     (folder / "variants.json").write_text(json.dumps({"variants": [listed]}))
     monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
     fact = collect("cpu")
     assert fact.library_loaded
     assert (fact.library_cuda, fact.library_architectures, fact.kernels_sha256) == ("13.0", ("90a",), "abc")
-    assert fact.variants == (module.Variant("stage", "90a", "fp8", 128),)
+    assert fact.variants == (module.Variant("quantize_weights", "90a", "fp8", 128),)
 
 
 def test_collecting_makes_no_cuda_context() -> None:
     import subprocess
 
     code = (
-        "import torch; from mega_moe._backends.facts import collect; collect('cpu'); "
+        "import torch; from mega_moe._backends.choice.facts import collect; collect('cpu'); "
         "print(torch.cuda.is_initialized())"
     )
     ended = subprocess.run(

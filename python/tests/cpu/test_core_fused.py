@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mega_moe
 from mega_moe import MegaMoEError, MoEBuffer, PeerError, RankTimeoutError
-from mega_moe._backends import faults, plan
-from mega_moe._backends.fused import FusedExecutor
+from mega_moe._backends.choice import explanation as choice
+from mega_moe._backends.fused import faults
+from mega_moe._backends.fused.executor import FusedExecutor
 from mega_moe._base.activation import SWIGLU
 from mega_moe._base.layer import Gradients, LayerInputs, Needs
 from mega_moe.testing import Problem, count_op_calls, random_problem
@@ -43,7 +44,7 @@ def call(problem: Problem, buffer: MoEBuffer, **changes: Any) -> torch.Tensor:
 
 
 def test_what_a_buffer_says_of_itself(buffer: MoEBuffer) -> None:
-    assert (buffer.backend, buffer.stager, buffer.router) == ("fused", "kernel", "kernel")
+    assert (buffer.backend, buffer.router) == ("fused", "kernel")
     assert buffer.reason == f"fused; {NOTE}"
     assert f"fused: accepted; {NOTE}" in str(buffer.explanation)
     assert buffer.explanation.as_dict()["verdicts"][0]["note"] == NOTE
@@ -185,7 +186,6 @@ class Told:
     """A backward that notes what the other ranks are told."""
 
     dtypes = (torch.bfloat16,)
-    stages_by = "torch"
 
     def __init__(self) -> None:
         self.refused: list[Exception] = []
@@ -206,7 +206,7 @@ def test_ranks_that_come_to_the_backward_are_told_of_a_bad_id_alone(
 ) -> None:
     """A refusal is known to all ranks, and the one that refused does not come: waiting for it would be in vain."""
     told = Told()
-    executor = FusedExecutor(buffer._executor._kernels, told)  # type: ignore[attr-defined, arg-type]
+    executor = FusedExecutor(buffer._live().executor._kernels, told)  # type: ignore[attr-defined, arg-type]
     fake_kernels.report(faults.REFUSED, role=faults.HEADER, index=1, seen=1, wanted=60)
     call(problem, buffer)
     with pytest.raises(PeerError, match="refused by rank 1"):
@@ -233,7 +233,7 @@ def test_too_many_tokens(problem: Problem, fake_kernels: FakeKernels) -> None:
 def test_the_others_are_told_of_a_refusal(
     problem: Problem, buffer: MoEBuffer, fake_kernels: FakeKernels, tokens: int, told: int
 ) -> None:
-    kernels = buffer._executor._kernels  # type: ignore[attr-defined]
+    kernels = buffer._live().executor._kernels  # type: ignore[attr-defined]
     kernels.shape = dataclasses.replace(kernels.shape, num_ranks=2)
     kernels._symmetric = dataclasses.replace(kernels._symmetric, addresses=[256, 512])
     many = torch.zeros(tokens, 256 if tokens > 60 else 255, dtype=torch.bfloat16)
@@ -249,7 +249,7 @@ def test_a_compiled_call_with_too_many_tokens(
     """The operator sees T for the first time."""
     many = random_problem(61, 256, 128, 8, 3)
     with pytest.raises(ValueError, match="x: got 61 tokens, the buffer was built for 60 per rank"):
-        torch.ops.mega_moe.run(many.x, *many.inputs, buffer.handle, *SWIGLU.arguments())
+        torch.ops.mega_moe.run(many.x, *many.inputs, buffer._live().handle, *SWIGLU.arguments())
 
 
 def test_a_backward_is_not_captured(problem: Problem, buffer: MoEBuffer, fake_kernels: FakeKernels) -> None:
@@ -325,7 +325,7 @@ def test_a_slow_backward_is_warned_of(
     fake_kernels: FakeKernels, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward is a kernel, and the rest is emulated: nobody should have to find out by the clock."""
-    monkeypatch.setattr(plan, "_warned", set())
+    monkeypatch.setattr(choice, "_warned", set())
     with (
         pytest.warns(mega_moe.FallbackWarning, match=f"mega_moe uses the backend fused; {NOTE}"),
         make_buffer(problem, "auto", "fp8_bwd"),

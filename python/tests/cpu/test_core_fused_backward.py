@@ -9,7 +9,7 @@ import torch
 
 import mega_moe
 from mega_moe import MoEBuffer
-from mega_moe._backends import faults
+from mega_moe._backends.fused import faults
 from mega_moe.testing import Problem, random_problem
 
 from ._fake_kernels import FakeKernels, fake_both

@@ -10,7 +10,7 @@ import torch
 
 import mega_moe
 from mega_moe import MoEBuffer
-from mega_moe._backends.kernel_layer import KernelLayer
+from mega_moe._backends.fused.layer import KernelLayer
 from mega_moe._base.layer import LayerInputs
 from mega_moe.nn import MegaMoE
 from mega_moe.testing import Problem, random_problem, relative_l2
@@ -138,10 +138,10 @@ def test_gate_and_up_are_not_kept_for_a_backward_in_fp8(problem: Problem, fake_b
 def test_a_buffer_without_a_backward_has_no_codes(problem: Problem, fake_both: FakeKernels) -> None:
     with make_buffer(problem, "fused", "fp8") as buffer:
         assert isinstance(buffer, MoEBuffer)
-        shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
+        shape = buffer._live().executor._kernels.shape  # type: ignore[attr-defined]
         assert shape.mode == ("fp8", "fp8", "bf16", "fp32")
     with make_buffer(problem, "fused", "bf16") as buffer:
-        shape = buffer._executor._kernels.shape  # type: ignore[attr-defined]
+        shape = buffer._live().executor._kernels.shape  # type: ignore[attr-defined]
         assert shape.mode == ("bf16", "bf16", "bf16", "fp32")
 
 
@@ -158,10 +158,10 @@ def test_every_launch_rounds_scales_as_the_buffer_says(
     for scale_format in ("fp32", "power_of_two"):
         with make_buffer(problem, "fused", **form, scale_format=scale_format) as buffer:
             got = results(problem, buffer)
-            given = buffer.given_codes
+            given = buffer._live().prequantized
             if given is not None:
                 # One memory, whose mode says how every launch on it rounds.
-                assert given._kernels is buffer._executor._kernels  # type: ignore[attr-defined]
+                assert given._kernels is buffer._live().executor._kernels  # type: ignore[attr-defined]
         assert fake_both.rounded == [scale_format == "power_of_two"] * launches
         fake_both.rounded.clear()
     for name, a, b in zip(want._fields, got, want, strict=True):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import mega_moe
 from mega_moe import MoEBuffer, PeerError
-from mega_moe._backends import faults
+from mega_moe._backends.fused import faults
 from mega_moe.testing import Problem, fp64_moe_grads, random_problem, relative_l2
 
 from ._ep import AT_ONCE, part

@@ -13,11 +13,12 @@ import torch
 
 import mega_moe
 from mega_moe import BackendRefusedError, FallbackWarning, MegaMoEError, MoEBuffer
-from mega_moe._backends import plan
-from mega_moe._backends.control import LocalControl
-from mega_moe._backends.decide import BACKENDS, check_name, choose, decide
-from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe._backends.request import Request
+from mega_moe._backends import build
+from mega_moe._backends.choice import explanation as choice
+from mega_moe._backends.choice.decide import BACKENDS, check_name, choose, decide
+from mega_moe._backends.choice.facts import RankFacts, Variant
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.group import Control
 
 SIZES: dict[str, Any] = {
     "num_experts": 8,
@@ -39,7 +40,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the caller's shell, and no warning given before."""
     for name in ("MEGA_MOE_BACKEND", "MEGA_MOE_STRICT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(plan, "_warned", set())
+    monkeypatch.setattr(choice, "_warned", set())
 
 
 def request(**changes: Any) -> Request:
@@ -129,9 +130,9 @@ def test_names() -> None:
 
 
 def test_a_choice_that_nothing_can_run_is_not_run_by_something_else() -> None:
-    explanation = plan.explain(request(), [gpu()])
+    explanation = choice.explain(request(), [gpu()])
     with pytest.raises(MegaMoEError, match="'fused' was chosen, but this process cannot run it"):
-        plan.build_executor(explanation, CPU, torch.device("cpu"), LocalControl(), None, None)
+        build.build_executor(explanation, Control(), None, None)
 
 
 # A buffer of one rank
@@ -223,9 +224,9 @@ def test_a_bad_variable_is_named_with_its_value(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    for build in (MoEBuffer, mega_moe.explain):
+    for make in (MoEBuffer, mega_moe.explain):
         with pytest.raises(ValueError, match=rf"{name}: got '{value}', want "):
-            build(**SIZES)
+            make(**SIZES)
 
 
 def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +264,7 @@ def test_falling_back_warns_once_per_reason_and_where_the_buffer_is_built() -> N
 
 
 def test_nothing_is_warned_when_nothing_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan.warn_fallback(plan.explain(request(), [gpu()]))
+    choice.warn_fallback(choice.explain(request(), [gpu()]))
     monkeypatch.setenv("MEGA_MOE_BACKEND", "grouped")
     MoEBuffer(**SIZES).destroy()
 
@@ -272,7 +273,7 @@ def test_nothing_is_warned_when_nothing_falls_back(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_explanation_is_data() -> None:
-    for explanation in (plan.explain(request(), [CPU]), plan.explain(request(), [gpu()])):
+    for explanation in (choice.explain(request(), [CPU]), choice.explain(request(), [gpu()])):
         told = json.loads(json.dumps(explanation.as_dict()))
         assert told["chosen"] == explanation.chosen
         assert [v["backend"] for v in told["verdicts"]] == list(BACKENDS)
@@ -283,13 +284,13 @@ def test_an_explanation_is_data() -> None:
 
 
 def test_an_explanation_is_readable() -> None:
-    explanation = plan.explain(request(), [CPU])
+    explanation = choice.explain(request(), [CPU])
     lines = str(explanation).splitlines()
     assert lines[0].startswith("fused: refused: the compiled library is not loaded")
     assert lines[1] == "deep_gemm: refused: needs an NVIDIA GPU, the device is cpu"
     assert lines[2:] == ["grouped: accepted", "reference: accepted", "chosen: grouped"]
     assert explanation.reason.startswith("grouped, since fused: refused: ")
-    assert plan.explain(request(), [gpu()]).reason == "fused"
+    assert choice.explain(request(), [gpu()]).reason == "fused"
 
 
 def test_explain_says_what_a_buffer_does() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from mega_moe import BackendRefusedError, MoEBuffer
-from mega_moe._backends import plan
-from mega_moe._backends.kernel_build import kernel_shape
-from mega_moe._backends.pools import largest_pool_rows, pool_rows
-from mega_moe._backends.request import Request
-from mega_moe._backends.symmetric import Shape, symmetric_layout, workspace_layout
+from mega_moe._backends import nbytes
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused.memory import Shape, symmetric_layout, workspace_layout
+from mega_moe._backends.fused.rows import largest_pool_rows, pool_rows
+from mega_moe._backends.nbytes import kernel_shape
 from mega_moe._ops import library
 
-from ._facts import FULL, STAGE_ONLY
+from ._facts import FULL, PROBE_ONLY
 
 GIB = 1 << 30
 
@@ -93,7 +93,7 @@ def test_a_balanced_routing_is_one_chunk() -> None:
 def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     if not library.status().loaded:
         pytest.skip(f"the compiled library is not loaded: {library.status().reason}")
-    monkeypatch.setattr(plan, "variants", lambda: FULL)
+    monkeypatch.setattr(nbytes, "variants", lambda: FULL)
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_nbytes_counts_what_the_backend_keeps(monkeypatch: pytest.MonkeyPatch) -
     assert MoEBuffer.nbytes(**other) == MoEBuffer.nbytes(**other, backend="grouped")
     with pytest.raises(BackendRefusedError, match="hidden is 2176, must be a multiple of 256"):
         MoEBuffer.nbytes(**other, backend="fused")
-    monkeypatch.setattr(plan, "variants", lambda: STAGE_ONLY)
+    monkeypatch.setattr(nbytes, "variants", lambda: PROBE_ONLY)
     assert MoEBuffer.nbytes(**sizes()) == grouped
     with pytest.raises(ValueError, match="backend: got 'none'"):
         MoEBuffer.nbytes(**sizes(), backend="none")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from mega_moe._backends import quantize
+from mega_moe._backends.plain import quantize
 from mega_moe.testing import Gradients, Problem, random_problem, relative_l2
 
 from ._layer import assert_close, assert_same_bits, exact, make_buffer, results

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.quantize import E4M3, gradient_product, quantize_rows, quantize_weight, scaled_product
+from mega_moe._backends.plain.quantize import (
+    E4M3,
+    quantize_rows,
+    quantize_weight,
+    scaled_gemm,
+    wgrad_gemm,
+)
 from mega_moe.testing import relative_l2
 
 LARGEST = 448.0
@@ -156,7 +162,7 @@ def test_product_of_dequantized_operands() -> None:
     b = quantize_weight(torch.randn(256, 384, generator=rng))
     wide_a = a[0].double() * a[1].double().repeat_interleave(128, 1)
     wide_b = b[0].double() * b[1].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    got = scaled_product(a, b)
+    got = scaled_gemm(a, b)
     assert got.dtype == torch.float32
     assert relative_l2(got, wide_a @ wide_b.T) <= 2e-7
 
@@ -194,7 +200,7 @@ def test_gradient_product_by_blocks_of_rows(rows: int, power_of_two: bool) -> No
         scale_b = torch.tensor(rounded(scale_of(float(b.abs().max())))).float()
         code_a, code_b = ((v / s).to(E4M3).double() for v, s in ((a, scale_a), (b, scale_b)))
         want += (code_a * scale_a).T @ (code_b * scale_b)
-    got = gradient_product(left, right, power_of_two)
+    got = wgrad_gemm(left, right, power_of_two)
     assert (got.shape, got.dtype) == ((256, 128), torch.float32)
     assert relative_l2(got, want) <= 1e-6 if rows else torch.equal(got.double(), want)
 
@@ -202,6 +208,6 @@ def test_gradient_product_by_blocks_of_rows(rows: int, power_of_two: bool) -> No
 def test_gradient_product_of_rows_that_are_not_numbers() -> None:
     left, right = torch.ones(200, 256), torch.ones(200, 128)
     left[150, 3] = math.nan
-    got = gradient_product(left, right)
+    got = wgrad_gemm(left, right)
     assert got[3].isnan().all()
     assert not got[[*range(3), *range(4, 256)]].isnan().any()

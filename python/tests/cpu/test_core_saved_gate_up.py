@@ -13,15 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import mega_moe
 from mega_moe import MoEBuffer
-from mega_moe._backends.kernel_layer import KernelLayer
-from mega_moe._backends.kernel_rank import KernelRank
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
-from mega_moe._backends.saved import SavedRows
-from mega_moe._backends.symmetric import Shape
-from mega_moe._backends.tables import plain_tables
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused.launch import KernelRank
+from mega_moe._backends.fused.layer import KernelLayer
+from mega_moe._backends.fused.memory import Shape
+from mega_moe._backends.fused.rows import SavedRows, pool_rows
 from mega_moe._base.activation import SWIGLU, Activation
 from mega_moe.testing import Problem, count_op_calls, random_problem
+from mega_moe.testing.tables import plain_tables
 
 from ._fake_kernels import FakeKernels, fake_both, fake_kernels
 from ._layer import assert_close, assert_same_bits, exact, make_buffer, results
@@ -56,7 +55,7 @@ def test_one_tensor_goes_from_forward_to_backward(
     problem: Problem, buffer: MoEBuffer, fake_both: FakeKernels
 ) -> None:
     assert buffer.save_gate_up == 1
-    assert buffer.saved_rows(TOKENS) == SLOTS
+    assert buffer._live().saved_rows.slots(TOKENS) == SLOTS
     assert buffer.saved_nbytes(TOKENS) == SLOTS * 2 * 128 * 2
     before = fake_both.synchronized
     with count_op_calls() as calls:
@@ -153,10 +152,10 @@ def test_several_forwards_have_a_tensor_each(problem: Problem, buffer: MoEBuffer
 def test_the_fake_sees_another_calls_tensor(problem: Problem, buffer: MoEBuffer) -> None:
     ops, none = torch.ops.mega_moe, (None, None)
     x, *rest = problem.inputs
-    rows = buffer.saved_rows(TOKENS)
-    _, other = ops.run_saving(2 * x, *rest, *none, buffer.handle, *SWIGLU.arguments(), rows)
+    rows = buffer._live().saved_rows.slots(TOKENS)
+    _, other = ops.run_saving(2 * x, *rest, *none, buffer._live().handle, *SWIGLU.arguments(), rows)
     with pytest.raises(AssertionError):
-        ops.backward(problem.dy, x, *rest, buffer.handle, *SWIGLU.arguments(), [True] * 4, other)
+        ops.backward(problem.dy, x, *rest, buffer._live().handle, *SWIGLU.arguments(), [True] * 4, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -226,7 +225,7 @@ def test_compiled(problem: Problem, buffer: MoEBuffer, fake_both: FakeKernels) -
         y.backward(leaves.dy)
         got = type(exact(part))(y.detach(), *leaves.grads())  # type: ignore[arg-type]
         assert_same_bits(got, results(part, buffer))
-    rows = [buffer.saved_rows(n) for n in (TOKENS, TOKENS, 31, 31)]
+    rows = [buffer._live().saved_rows.slots(n) for n in (TOKENS, TOKENS, 31, 31)]
     assert saved(fake_both) == [(op, n) for n in rows for op in ("forward", "backward")]
     torch._dynamo.reset()
 
@@ -237,7 +236,7 @@ def test_operator_has_a_right_fake(problem: Problem, buffer: MoEBuffer) -> None:
         *problem.requires_grad().inputs,
         None,
         None,
-        buffer.handle,
+        buffer._live().handle,
         *Activation(clamp=2.0).arguments(),
         384,
     )
@@ -259,7 +258,7 @@ def test_a_backward_that_is_not_the_kernels_keeps_nothing(
 def test_another_backend_keeps_what_it_does(problem: Problem) -> None:
     with make_buffer(problem, "reference", save_gate_up=True) as made:
         assert made.save_gate_up == 0
-        assert made.saved_rows(TOKENS) == 0
+        assert made.saved_nbytes(TOKENS) == 0
         with count_op_calls() as calls:
             results(problem, made)
         assert calls == {"run": 1, "backward": 1}
@@ -270,7 +269,9 @@ def test_tensors_of_a_forward_need_a_backend_that_keeps_them(problem: Problem) -
         make_buffer(problem, "reference") as made,
         pytest.raises(mega_moe.MegaMoEError, match="saves no gate and up"),
     ):
-        torch.ops.mega_moe.run_saving(*problem.inputs, None, None, made.handle, *SWIGLU.arguments(), 128)
+        torch.ops.mega_moe.run_saving(
+            *problem.inputs, None, None, made._live().handle, *SWIGLU.arguments(), 128
+        )
 
 
 @pytest.mark.parametrize(

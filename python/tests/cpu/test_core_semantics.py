@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import mega_moe
-from mega_moe._backends import activation, grouped, plain, reference
+from mega_moe._backends.plain import activation, grouped, reference
+from mega_moe._backends.plain import executor as plain
 from mega_moe.testing import Gradients, Problem, fp64_moe, fp64_moe_grads, random_problem, relative_l2
 
 from ._layer import (
@@ -337,7 +338,7 @@ MUTATIONS = {
     "dW2 of an expert unwritten": (change_gradients("dw_down", last_expert_unwritten), "dw_down"),
     "experts of dW1 in another order": (change_gradients("dw_gate_up", lambda t: t.flip(0)), "dw_gate_up"),
     "dW1 twice": (change_gradients("dw_gate_up", lambda t: 2 * t), "dw_gate_up"),
-    "zero dtopk": (change_gradients("dw", torch.zeros_like), "dtopk"),
+    "zero dtopk": (change_gradients("dtopk", torch.zeros_like), "dtopk"),
     "dx off by two percent": (change_gradients("dx", lambda t: 1.02 * t), "dx"),
 }
 

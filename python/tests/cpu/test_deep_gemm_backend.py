@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from mega_moe import BackendRefusedError, LibraryError
-from mega_moe._backends import deep_gemm_library
-from mega_moe._backends.arithmetic import Experts, RowGrads, Wanted
-from mega_moe._backends.deep_gemm import DeepGemmArithmetic
-from mega_moe._backends.grouped import GroupedArithmetic
+from mega_moe._backends.deep_gemm import library as deep_gemm_library
+from mega_moe._backends.deep_gemm.arithmetic import DeepGemmArithmetic
+from mega_moe._backends.plain.arithmetic import Experts
+from mega_moe._backends.plain.grouped import GroupedArithmetic
 from mega_moe._base.activation import Activation
+from mega_moe._base.layer import Gradients, Needs
 from mega_moe.testing import relative_l2
 
 HIDDEN, INNER = 64, 32
@@ -79,10 +80,10 @@ def library() -> MadeUp:
     return MadeUp()
 
 
-def products(library: Any) -> deep_gemm_library.Products:
+def gemms(library: Any) -> deep_gemm_library.Gemms:
     found = deep_gemm_library.judge(library)
-    assert found.products is not None, found.reason
-    return found.products
+    assert found.gemms is not None, found.reason
+    return found.gemms
 
 
 def rows(counts: list[int], clamp: float | None = None) -> tuple[Tensor, Tensor, Tensor, Experts]:
@@ -108,12 +109,11 @@ def rows(counts: list[int], clamp: float | None = None) -> tuple[Tensor, Tensor,
 @pytest.mark.parametrize("clamp", [None, 0.7])
 def test_as_torch_s_own_products(counts: list[int], clamp: float | None, library: MadeUp) -> None:
     x, dy, weight, experts = rows(counts, clamp)
-    ours, theirs = DeepGemmArithmetic(products(library)), GroupedArithmetic()
+    ours, theirs = DeepGemmArithmetic(gemms(library)), GroupedArithmetic()
     assert relative_l2(ours.forward((x,), weight, experts), theirs.forward((x,), weight, experts)) < 1e-3
     for dtype in (torch.bfloat16, torch.float32):
-        wanted = Wanted(True, True, True, True, dtype)
-        got, want = (a.backward(x, dy, weight, experts, wanted) for a in (ours, theirs))
-        for name, mine, other in zip(RowGrads._fields, got, want):
+        got, want = (a.backward(x, dy, weight, experts, Needs(), dtype) for a in (ours, theirs))
+        for name, mine, other in zip(Gradients._fields, got, want):
             assert mine is not None
             assert other is not None
             assert (mine.shape, mine.dtype) == (other.shape, other.dtype), name
@@ -127,9 +127,9 @@ def test_as_torch_s_own_products(counts: list[int], clamp: float | None, library
 
 def test_without_a_row_nothing_is_launched(library: MadeUp) -> None:
     x, dy, weight, experts = rows([0, 0, 0])
-    ours = DeepGemmArithmetic(products(library))
+    ours = DeepGemmArithmetic(gemms(library))
     assert ours.forward((x,), weight, experts).shape == (0, HIDDEN)
-    dx, dw, dw1, dw2 = ours.backward(x, dy, weight, experts, Wanted(True, True, True, True, torch.float32))
+    dx, dw, dw1, dw2 = ours.backward(x, dy, weight, experts, Needs(), torch.float32)
     assert dx is not None
     assert dw is not None
     assert (dx.shape, dw.shape) == ((0, HIDDEN), (0,))
@@ -142,13 +142,13 @@ def test_without_a_row_nothing_is_launched(library: MadeUp) -> None:
 
 def test_only_what_is_wanted(library: MadeUp) -> None:
     x, dy, weight, experts = rows([3, 9])
-    ours = DeepGemmArithmetic(products(library))
+    ours = DeepGemmArithmetic(gemms(library))
     for index in range(4):
         needs = [i == index for i in range(4)]
-        got = ours.backward(x, dy, weight, experts, Wanted(*needs, torch.bfloat16))
+        got = ours.backward(x, dy, weight, experts, Needs(*needs), torch.bfloat16)
         assert [g is not None for g in got] == needs
     none = ours.backward(
-        x[:0], dy[:0], weight[:0], experts._replace(counts=[0, 0]), Wanted(*[False] * 4, torch.bfloat16)
+        x[:0], dy[:0], weight[:0], experts._replace(counts=[0, 0]), Needs(*[False] * 4), torch.bfloat16
     )
     assert none == (None,) * 4
 
@@ -210,11 +210,11 @@ def test_this_library_s_own_stand_in_is_none() -> None:
 
 def test_both_names_of_the_alignment() -> None:
     older = SimpleNamespace(
-        **{name: getattr(MadeUp(), name) for name in deep_gemm_library._PRODUCTS},
+        **{name: getattr(MadeUp(), name) for name in deep_gemm_library._GEMMS},
         get_m_alignment_for_contiguous_layout=lambda: 128,
     )
-    assert products(older).alignment == 128
-    assert products(MadeUp(64)).alignment == 64
+    assert gemms(older).alignment == 128
+    assert gemms(MadeUp(64)).alignment == 64
 
 
 def test_named_without_a_gpu_it_is_refused_with_the_list() -> None:

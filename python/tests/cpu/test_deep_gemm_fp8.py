@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mega_moe import BackendRefusedError, MegaMoEError
 from mega_moe import deep_gemm as face
-from mega_moe._backends.kernel_rank import KernelRank
+from mega_moe._backends.fused.launch import KernelRank
 from mega_moe.testing import Gradients, Problem, random_problem
 
 from ..gpu._face_fp8 import backward, both, fill, forward, pair, turned  # noqa: TID252
@@ -54,13 +54,13 @@ def ops(fake: FakeKernels) -> list[str]:
 
 def test_x_and_its_scales_lie_in_the_memory_that_ranks_share(buffer: face.SymmBuffer) -> None:
     assert buffer.moe.backend == "fused"
-    assert buffer.moe.given_codes is not None
+    assert buffer.moe._live().prequantized is not None
     views = {"x": (torch.float8_e4m3fn, HIDDEN), "x_sf": (torch.float32, HIDDEN // 128)}
     views |= {"topk_idx": (torch.int64, TOP_K), "topk_weights": (torch.float32, TOP_K)}
     for name, (dtype, columns) in views.items():
         view = getattr(buffer, name)
         assert (view.dtype, tuple(view.shape), view.is_contiguous()) == (dtype, (MOST, columns), True)
-    (memory, _) = buffer.moe._live()._kernels.memory  # type: ignore[attr-defined]
+    (memory, _) = buffer.moe._live().executor._kernels.memory  # type: ignore[attr-defined]
     for name in ("x", "x_sf"):
         assert getattr(buffer, name).untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
     # No part reaches into the next.

@@ -14,9 +14,9 @@ import torch
 
 import mega_moe
 from mega_moe._advice import Installation, advice
-from mega_moe._backends.decide import choose, decide
-from mega_moe._backends.facts import RankFacts
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.decide import choose, decide
+from mega_moe._backends.choice.facts import RankFacts
+from mega_moe._backends.choice.request import Request
 from mega_moe._ops import library
 
 PACKAGE = Path(mega_moe.__file__).parent

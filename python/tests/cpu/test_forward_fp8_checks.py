@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.quantize import quantize_rows
+from mega_moe._backends.plain.quantize import quantize_rows
 
 # What is tested here lies alongside the GPU tests that use it.
 from ..gpu import _forward, _forward_fp8, memcheck_forward_fp8  # noqa: TID252

@@ -163,7 +163,7 @@ def test_layers_of_two_sizes_get_two_buffers() -> None:
     done.destroy()
     for buffer in done.buffers:
         with pytest.raises(RuntimeError, match="destroyed"):
-            _ = buffer.handle
+            _ = buffer._live().handle
 
 
 class Refusing(OwnAdapter):
@@ -235,7 +235,7 @@ def test_a_second_size_that_is_refused_gives_the_first_buffer_back(monkeypatch: 
         switched(model)
     (buffer,) = built
     with pytest.raises(RuntimeError, match="destroyed"):
-        _ = buffer.handle
+        _ = buffer._live().handle
 
 
 def test_what_is_asked_of_fp8_is_the_buffers() -> None:

@@ -257,7 +257,7 @@ def test_copies_are_served(copied: Callable[[Any], Any]) -> None:
 def elsewhere(done: Any) -> None:
     """Let the buffer say that it is on a GPU, as for a model that was converted there and then moved to the CPU."""
     (buffer,) = done.buffers
-    buffer._device = torch.device("cuda", 0)
+    buffer.device = torch.device("cuda", 0)
     (buffers,) = done._buffers
     buffers._on = {buffer.device: buffer}
     buffers.first = buffer.device

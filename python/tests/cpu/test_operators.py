@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.symmetric import Shape, workspace_layout
+from mega_moe._backends.fused.memory import Shape, workspace_layout
 from mega_moe._base.mode import Mode
 from mega_moe._ops import library
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends import quantize
-from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.fused.memory import Shape
+from mega_moe._backends.plain import quantize
 from mega_moe._base.layer import Gradients
 from mega_moe._base.mode import Mode
 
@@ -34,7 +34,7 @@ def layer() -> _forward.Layer:
 
 def forget(patch: pytest.MonkeyPatch, operand: int | str) -> None:
     """Rows of that length, the weights, or operands of weights' gradients keep fp32 scales."""
-    names = ("quantize_rows", "quantize_weight", "gradient_product")
+    names = ("quantize_rows", "quantize_weight", "wgrad_gemm")
     whole: dict[str, Any] = {name: getattr(quantize, name) for name in names}
 
     def rows(value: Tensor, power_of_two: bool = False, **how: Any) -> Any:
@@ -44,9 +44,9 @@ def forget(patch: pytest.MonkeyPatch, operand: int | str) -> None:
         return whole["quantize_weight"](value, power_of_two and operand != "weights", **how)
 
     def product(left: Tensor, right: Tensor, power_of_two: bool = False, *how: Any) -> Any:
-        return whole["gradient_product"](left, right, power_of_two and operand != "gradients", *how)
+        return whole["wgrad_gemm"](left, right, power_of_two and operand != "gradients", *how)
 
-    patch.setattr(quantize, "gradient_product", product)
+    patch.setattr(quantize, "wgrad_gemm", product)
     patch.setattr(quantize, "quantize_rows", rows)
     patch.setattr(_emulated, "quantize_rows", rows)
     patch.setattr(quantize, "quantize_weight", weight)

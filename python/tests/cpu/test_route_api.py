@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import mega_moe
-from mega_moe._backends.decide import why_no_kernel_router
-from mega_moe._backends.facts import RankFacts, Variant
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.decide import why_no_kernel_router
+from mega_moe._backends.choice.facts import RankFacts, Variant
+from mega_moe._backends.choice.request import Request
 
 SIZES = dict(num_experts=8, max_tokens_per_rank=16, top_k=3, hidden=64, intermediate=32)
 

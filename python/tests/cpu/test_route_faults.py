@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_moe._backends import faults
-from mega_moe._backends.faults import Limits, Record, decode, is_fatal
+from mega_moe._backends.fused import faults
+from mega_moe._backends.fused.faults import Limits, Record, decode, is_fatal
 from mega_moe._base.errors import PeerError, RankTimeoutError
 
 LIMITS = Limits(num_ranks=8, top_k=4, max_blocks=128, arrival=600.0, progress=60.0)
@@ -83,7 +83,7 @@ def abort_word(rank: int, role: int, kind: int, index: int) -> int:
         (
             record(faults.TILE_INPUT, faults.PROGRESS, 40, 8, 64),
             RankTimeoutError,
-            ["the products in call 17", "row block 40", "seen 8", "wanted 64"],
+            ["the GEMMs in call 17", "row block 40", "seen 8", "wanted 64"],
         ),
         (
             record(faults.PUSH_INPUT, faults.PROGRESS, 77, 0, 16),

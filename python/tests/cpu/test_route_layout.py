@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mega_moe
-from mega_moe._backends.symmetric import (
+from mega_moe._backends.fused.memory import (
     Layout,
     Shape,
     broken_canaries,
@@ -84,9 +84,18 @@ def test_owner_sums_are_there_when_asked_for() -> None:
     assert with_sums[1] == 16384 * 8 * 2048 * 2
 
 
-def test_a_staging_area_is_where_the_stager_expects_it(ops: Any) -> None:
-    layout = symmetric_layout(shape())
-    assert layout.parts["staging"][1] == ops.staging_layout(16384, 8, 2048, False)[-1]
+@pytest.mark.usefixtures("ops")
+def test_x_is_staged_as_the_layer_reads_it() -> None:
+    """A buffer that only routes stages none; a backward stages bf16 at the place of a forward's codes."""
+    elements = 16384 * 2048
+    for mode, x, scales in (
+        (Mode(), 0, 0),
+        (Mode("bf16"), 2 * elements, 0),
+        (Mode("fp8"), elements, elements // 128 * 4),
+        (Mode("fp8", "fp8", "bf16"), 2 * elements, elements // 128 * 4),
+    ):
+        parts = symmetric_layout(shape(intermediate=768 if mode.forward != "none" else 0, mode=mode)).parts
+        assert (parts["staged_x"][1], parts["staged_scales"][1]) == (x, scales)
 
 
 def test_bad_extents_are_named(ops: Any) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import mega_moe
 from mega_moe import PeerError
-from mega_moe._backends.tables import plain_tables
+from mega_moe.testing.tables import plain_tables
 
 from ._ranks import shared_world
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.symmetric import Shape
-from mega_moe._backends.tables import Tables, plain_tables
+from mega_moe._backends.fused.memory import Shape
+from mega_moe.testing.tables import Tables, plain_tables
 
 KINDS = ("random", "one expert", "one rank", "masked", "duplicates", "all masked")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_moe._backends.quantize import E4M3
+from mega_moe._backends.plain.quantize import E4M3
 
 # What is tested here lies alongside the GPU tests that use it.
 from ..gpu._tensor_core import in_torch  # noqa: TID252

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_moe._backends.arithmetic import Experts, Wanted
-from mega_moe._backends.facts import variants
-from mega_moe._backends.reference import ReferenceArithmetic
-from mega_moe._backends.symmetric import Shape
-from mega_moe._backends.tables import plain_tables
+from mega_moe._backends.choice.facts import variants
+from mega_moe._backends.fused.memory import Shape
+from mega_moe._backends.plain.arithmetic import Experts
+from mega_moe._backends.plain.reference import ReferenceArithmetic
 from mega_moe._base.activation import Activation
-from mega_moe._base.layer import Gradients
+from mega_moe._base.layer import Gradients, Needs
+from mega_moe.testing.tables import plain_tables
 
 from ._backward import ExactGradients, exact_gradients
 from ._emulated import combined
@@ -107,20 +107,21 @@ def emulated_gradients(
             "fp8",
             "fp8" if in_fp8 else "bf16",
             power_of_two=power_of_two,
-            block_product=block_product_of(layer.device),
+            block_gemm=block_product_of(layer.device),
         )
         got = arithmetic.backward(
             x[at],
             all_dy[at],
             weights[at, of],
             Experts(layer.gate_up, layer.down, counts, Activation(clamp=clamp)),
-            Wanted(True, True, True, True, torch.float32),
+            Needs(),
+            torch.float32,
         )
         assert got.dx is not None
-        assert got.dw is not None
+        assert got.dtopk is not None
         assert got.dw_gate_up is not None
         assert got.dw_down is not None
-        slots[at, of], dtopk[at, of] = got.dx, got.dw
+        slots[at, of], dtopk[at, of] = got.dx, got.dtopk
         dw_gate_up += got.dw_gate_up
         dw_down += got.dw_down
     sizes = [len(own) for own in layer.x]

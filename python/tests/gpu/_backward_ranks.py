@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_layer import Copies
-from mega_moe._backends.symmetric import Shape
-from mega_moe._backends.weight_copies import WeightCopies
+from mega_moe._backends.fused.layer import Copies
+from mega_moe._backends.fused.memory import Shape
+from mega_moe._backends.fused.weight_copies import WeightCopies
 from mega_moe._base.activation import Activation
 from mega_moe._base.layer import Gradients, Needs
 from mega_moe._base.mode import Mode

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from mega_moe._backends.arithmetic import Experts
-from mega_moe._backends.quantize import quantize_rows
-from mega_moe._backends.reference import ReferenceArithmetic
+from mega_moe._backends.plain.arithmetic import Experts
+from mega_moe._backends.plain.quantize import quantize_rows
+from mega_moe._backends.plain.reference import ReferenceArithmetic
 from mega_moe._base.activation import Activation
 
 from ._forward import Layer
@@ -34,7 +34,7 @@ def slot_outputs(layer: Layer, precision: str = "bf16", power_of_two: bool = Fal
     outputs = torch.zeros(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
     rows = tuple(part[token] for part in (quantize_rows(x, power_of_two) if precision == "fp8" else (x,)))
     arithmetic = ReferenceArithmetic(
-        precision, power_of_two=power_of_two, block_product=block_product_of(layer.device)
+        precision, power_of_two=power_of_two, block_gemm=block_product_of(layer.device)
     )
     outputs[token, slot] = arithmetic.forward(
         rows, weights[token, slot], Experts(layer.gate_up, layer.down, counts, Activation(clamp=clamp))

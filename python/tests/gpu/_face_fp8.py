@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mega_moe import deep_gemm as face
-from mega_moe._backends.quantize import quantize_rows, quantize_weight
+from mega_moe._backends.plain.quantize import quantize_rows, quantize_weight
 from mega_moe.testing import Gradients, Problem
 
 Pair = tuple[Tensor, Tensor]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mega_moe._backends.facts import variants
+from mega_moe._backends.choice.facts import variants
 
 from ._emulated import emulated
 from ._forward import MANY, Exact, Layer, exact

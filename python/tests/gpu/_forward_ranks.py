@@ -7,10 +7,10 @@ import contextlib
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_layer import Copies, KernelLayer
-from mega_moe._backends.summary import Routing
-from mega_moe._backends.symmetric import Shape
-from mega_moe._backends.weight_copies import WeightCopies
+from mega_moe._backends.fused.layer import Copies, KernelLayer
+from mega_moe._backends.fused.memory import Shape
+from mega_moe._backends.fused.weight_copies import WeightCopies
+from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import Activation
 from mega_moe._base.layer import LayerInputs
 from mega_moe._base.mode import Mode

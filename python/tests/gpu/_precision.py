@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.fused.memory import Shape
 from mega_moe._base.layer import Gradients
 
 from . import _backward, _backward_fp8, _forward, _forward_fp8

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_rank import KernelRank
-from mega_moe._backends.symmetric import workspace_layout
+from mega_moe._backends.fused.launch import KernelRank
+from mega_moe._backends.fused.memory import workspace_layout
 
 
 def assert_powers_of_two(scales: Tensor, written: int) -> None:

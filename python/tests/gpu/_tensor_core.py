@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_moe._backends.quantize import BlockProduct, exact_block_product
+from mega_moe._backends.plain.quantize import BlockGemm, exact_block_gemm
 
 STEP = 32
 BITS = 13
@@ -19,9 +19,9 @@ _ELEMENTS = 1 << 25  # of products at once
 _TILE = 16  # rows and columns of one program
 
 
-def block_product_of(device: torch.device) -> BlockProduct:
+def block_product_of(device: torch.device) -> BlockGemm:
     """As the kernels' products on a GPU; exact elsewhere, where nothing runs that would sum like this."""
-    return on_gpu if device.type == "cuda" else exact_block_product
+    return on_gpu if device.type == "cuda" else exact_block_gemm
 
 
 def on_gpu(a: Tensor, b: Tensor) -> Tensor:

@@ -13,11 +13,10 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import torch
 from torch import Tensor
 
-from mega_moe._backends.kernel_rank import KernelRank
-from mega_moe._backends.kernel_router import KernelRouter
-from mega_moe._backends.summary import Routing
-from mega_moe._backends.symmetric import Shape, of_virtual_ranks, symmetric_layout, workspace_layout
-from mega_moe._backends.tables import Tables, plain_tables
+from mega_moe._backends.fused.launch import KernelRank
+from mega_moe._backends.fused.memory import Shape, of_virtual_ranks, symmetric_layout, workspace_layout
+from mega_moe._backends.routing import Routing
+from mega_moe.testing.tables import Tables, plain_tables
 
 # Parts that are zero in a new buffer; what the others hold must not matter.
 SYMMETRIC_STATE = ("control", "headers", "block_flags", "x_flags", "sent_flags")
@@ -30,7 +29,7 @@ LOADING_LANE = 1 << 10  # of no rank
 
 
 class VirtualRanks:
-    """``shape.num_ranks`` routers on ``device``; ``num_sms`` for each (default: an even share).
+    """``shape.num_ranks`` ranks on ``device``; ``num_sms`` for each (default: an even share).
 
     Launches of one lane are chained by the library; ranks that are to run at once need a lane each.
     """
@@ -63,7 +62,6 @@ class VirtualRanks:
             )
             for rank in ranks
         ]
-        self.routers = [KernelRouter(kernels) for kernels in self.kernels]
         self.poison(poison)
         self.warm()
 
@@ -97,14 +95,14 @@ class VirtualRanks:
         results: dict[int, Routing] = {}
         for rank in reversed(range(self.shape.num_ranks)):
             with torch.cuda.stream(self.streams[rank]):
-                results[rank] = self.routers[rank].route(
+                results[rank] = self.kernels[rank].route(
                     ids[rank], None if weights is None else weights[rank]
                 )
         return [results[rank] for rank in range(self.shape.num_ranks)]
 
     def check(self) -> None:
-        for router in self.routers:
-            router.check()
+        for kernels in self.kernels:
+            kernels.check()
 
 
 @functools.cache
@@ -117,7 +115,7 @@ def _load_routing(device: torch.device) -> None:
     alone = KernelRank(
         shape, 0, memory, num_sms=1, arrival_timeout=10.0, progress_timeout=10.0, lane=LOADING_LANE
     )
-    KernelRouter(alone).route(torch.zeros(1, 1, dtype=torch.int64, device=device), None)
+    alone.route(torch.zeros(1, 1, dtype=torch.int64, device=device), None)
     alone.close()
 
 
@@ -153,6 +151,56 @@ def random_ids(
     return ids
 
 
+def kernel_tables(kernels: KernelRank, routing: Routing) -> Tables:
+    """Copies of the tables of the last launch, whose result ``routing`` is. Synchronises with the device."""
+    torch.cuda.synchronize(kernels.device)
+    layout, workspace = workspace_layout(kernels.shape), kernels.memory[1]
+    num_local = kernels.shape.num_local_experts
+    chunks, rows, residents = (int(v) for v in (routing.num_chunks, routing.num_rows, routing.num_residents))
+
+    def table(name: str, columns: int) -> Tensor:
+        flat = layout.view(workspace, name, torch.int32)[: chunks * columns]
+        return flat.view(chunks, columns).clone()
+
+    def entries(name: str, dtype: torch.dtype, count: int) -> Tensor:
+        return layout.view(workspace, name, dtype)[:count].to(torch.int64)
+
+    expert_rows, expert_slots = table("expert_rows", num_local), table("expert_slots", num_local)
+    count = expert_rows.view(-1).to(torch.int64)
+    begins = count.cumsum(0) - count
+    slot = torch.arange(rows, device=count.device) - begins.repeat_interleave(count)
+    slot += expert_slots.view(-1).to(torch.int64).repeat_interleave(count)
+    source = layout.view(workspace, "slots", torch.int64)[slot] & 0xFFFFFFFF
+    counts = torch.cat(
+        (
+            routing.tokens_per_expert,
+            routing.residents_by_first,
+            routing.residents_by_last,
+            torch.stack((routing.num_rows, routing.num_residents)),
+        )
+    )
+    return Tables(
+        table("chunk_table", 8)[:, :7].contiguous(),
+        expert_rows,
+        expert_slots,
+        table("pull_starts", num_local),
+        table("push_starts", num_local),
+        source,
+        slot,
+        entries("slot_list", torch.int32, rows),
+        entries("pull_list", torch.int64, residents),
+        entries("push_list", torch.int64, residents),
+        counts,
+        routing.tokens_per_rank.clone(),
+    )
+
+
+def kernel_weights(kernels: KernelRank, tables: Tables) -> Tensor:
+    """``[M]`` fp32: routing weight of each row of ``tables``, in slot order."""
+    slots = workspace_layout(kernels.shape).view(kernels.memory[1], "slots", torch.int64)
+    return (slots[tables.slot] >> 32).to(torch.int32).view(torch.float32)
+
+
 def difference(got: Tables, want: Tables) -> str | None:
     """The first table that differs."""
     for name, a, b in zip(Tables._fields, got, want, strict=True):
@@ -174,8 +222,8 @@ def assert_tables(
 ) -> None:
     """The tables of all ranks are those of stable sorts on the device ``on``, and the weights lie with their rows."""
     there = [own.to(on) for own in ids]
-    for rank, (router, routing) in enumerate(zip(ranks.routers, results, strict=True)):
-        got = router.tables(routing)
+    for rank, (kernels, routing) in enumerate(zip(ranks.kernels, results, strict=True)):
+        got = kernel_tables(kernels, routing)
         want = plain_tables(there, rank, ranks.shape.num_experts, *ranks.shape.chunk_limits())
         where = difference(got, want)
         assert where is None, f"rank {rank}: {where}"
@@ -188,4 +236,4 @@ def assert_tables(
         padded = torch.zeros(len(ids), most, ids[0].shape[1], device=ranks.device)
         for other, own in enumerate(weights):
             padded[other, : len(own)] = own.float()
-        assert torch.equal(router.weights(got), padded[source, token, slot]), f"rank {rank}: weights"
+        assert torch.equal(kernel_weights(kernels, got), padded[source, token, slot]), f"rank {rank}: weights"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.fused.memory import Shape
 from mega_moe._base.layer import Gradients
 
 from ._backward import assert_right, exact_gradients, random_dy

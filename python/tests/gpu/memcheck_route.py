@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.fused.memory import Shape
 
 from ._virtual import VirtualRanks, assert_tables, random_ids
 
@@ -35,7 +35,7 @@ def main(num_ranks: int) -> None:
             bad[0][0, 0] = experts
             ranks.launch(bad)
             try:
-                ranks.routers[0].check()
+                ranks.kernels[0].check()
             except ValueError:
                 launches += num_ranks
             else:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mega_moe
-from mega_moe._backends.tables import plain_tables
+from mega_moe.testing.tables import plain_tables
 
 EXPERTS, TOP_K, MOST = 64, 6, 3000
 STEPS = 200

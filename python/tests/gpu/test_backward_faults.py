@@ -45,7 +45,7 @@ def test_smoke_ranks_that_call_differently(cuda_device: torch.device, precision:
         if other == "forward":
             ranks.start(1, layer)
         elif other == "route":
-            ranks.routers[1].route(layer.ids[1], layer.weights[1])
+            ranks.kernels[1].route(layer.ids[1], layer.weights[1])
         else:
             backward(1, (other != "without dx", other != "without dtopk", True, True))
     for kernels in ranks.kernels:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import mega_moe
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused.rows import pool_rows
 from mega_moe.testing import Gradients, Problem, fp64_moe_grads, random_problem, relative_l2
 
 from ._backward import assert_same_bits, exact_gradients, random_dy

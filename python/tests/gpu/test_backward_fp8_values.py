@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused.rows import pool_rows
 
 from ._backward import assert_same_bits, random_dy
 from ._backward_fp8 import Judge, why_no_kernel, with_exact_gate_and_up

@@ -7,7 +7,7 @@ import torch
 
 import mega_moe
 from mega_moe import MoEBuffer
-from mega_moe._backends import deep_gemm_library
+from mega_moe._backends.deep_gemm import library as deep_gemm_library
 from mega_moe.testing import Gradients, Problem, fp64_moe_grads, random_problem, relative_l2
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mega_moe import deep_gemm as face
-from mega_moe._backends import deep_gemm_library
+from mega_moe._backends.deep_gemm import library as deep_gemm_library
 from mega_moe.testing import Problem, fp64_moe_grads, random_problem, relative_l2
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ from torch import Tensor
 import mega_moe
 from mega_moe import MoEBuffer
 from mega_moe import deep_gemm as face
-from mega_moe._backends.given_codes import Codes, GivenCodes
-from mega_moe._backends.quantize import quantize_rows
+from mega_moe._backends.fused.prequantized import PrequantizedLayer, QuantizedWeight
+from mega_moe._backends.plain.quantize import quantize_rows
 from mega_moe._base.activation import Activation
 from mega_moe._base.layer import Gradients
 from mega_moe.testing import Problem, random_problem
@@ -208,26 +208,26 @@ def test_a_bad_id_makes_nan_and_raises_later(problem: Problem, buffer: face.Symm
 
 def ranks_of(
     device: torch.device, counts: Sequence[int], chunks: str
-) -> tuple[Layer, BackwardRanks, list[GivenCodes]]:
+) -> tuple[Layer, BackwardRanks, list[PrequantizedLayer]]:
     ids = random_ids("masked", counts, 4, 16, device)
     layer = random_layer(ids, random_experts(device, 16, 512, 384), weights="signed")
     most = max(counts) + 64
     pool = pool_of(chunks, shape_of(layer, max_tokens=most))
     ranks = new_backward_ranks(device, layer, max_tokens=most, pool_rows=pool, precision="fp8")
-    return layer, ranks, [GivenCodes(kernels) for kernels in ranks.kernels]
+    return layer, ranks, [PrequantizedLayer(kernels) for kernels in ranks.kernels]
 
 
-def stage(given: GivenCodes, x: Tensor) -> None:
+def stage(given: PrequantizedLayer, x: Tensor) -> None:
     codes, scales = quantize_rows(x)
     given.x[: len(x)] = codes
     given.x_scales[: len(x)] = scales
 
 
-def start(ranks: BackwardRanks, given: GivenCodes, rank: int, layer: Layer) -> Tensor:
+def start(ranks: BackwardRanks, given: PrequantizedLayer, rank: int, layer: Layer) -> Tensor:
     """One rank's forward of what it has staged, on its stream."""
     copies = ranks.forward_copies(rank, layer)
     assert copies is not None
-    pairs = [Codes(copy.codes, copy.scales) for copy in copies]  # type: ignore[arg-type]
+    pairs = [QuantizedWeight(copy.codes, copy.scales) for copy in copies]  # type: ignore[arg-type]
     with ranks.on(rank):
         return given.forward(layer.ids[rank], layer.weights[rank], *pairs, Activation(clamp=layer.clamp))[0]
 

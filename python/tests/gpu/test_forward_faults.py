@@ -160,7 +160,7 @@ def test_rank_that_only_routes(cuda_device: torch.device, precision: str, num_ra
     y = [start(ranks, rank, layer) for rank in range(num_ranks - 1)]
     settle()
     with ranks.on(num_ranks - 1):
-        ranks.routers[-1].route(layer.ids[-1], layer.weights[-1])
+        ranks.kernels[-1].route(layer.ids[-1], layer.weights[-1])
     torch.cuda.synchronize()
     assert time.monotonic() - began < 10
     for rank, own in enumerate(y):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused.rows import pool_rows
 from mega_moe._base.mode import Mode
 
 from ._emulated import emulated

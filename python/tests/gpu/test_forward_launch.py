@@ -208,7 +208,7 @@ def test_collective_of_others_in_another_order(cuda_device: torch.device, precis
                     y[rank] = ranks.start(rank, layer)[0]
             else:
                 with torch.cuda.stream(others.streams[rank]):
-                    routed[rank] = others.routers[rank].route(layer.ids[rank], None)
+                    routed[rank] = others.kernels[rank].route(layer.ids[rank], None)
         torch.cuda.synchronize()
         assert_same_bits([y[0], y[1]], want[step % 2], f"step {step}")
     assert_tables(others, layer.ids, [routed[0], routed[1]])

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from mega_moe import MegaMoEError
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
-from mega_moe._backends.symmetric import symmetric_layout, workspace_layout
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused.memory import symmetric_layout, workspace_layout
+from mega_moe._backends.fused.rows import pool_rows
 
 from ._forward import LONG, SHORT, Layer, assert_right, assert_same_bits, random_experts, random_layer
 from ._forward_ranks import ForwardRanks, new_ranks, pool_of, shape_of

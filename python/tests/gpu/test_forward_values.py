@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mega_moe._backends.pools import pool_rows
-from mega_moe._backends.request import Request
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.fused.rows import pool_rows
 
 from ._emulated import emulated
 from ._forward import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import mega_moe
-from mega_moe._backends.activation import activate, rounded_sigmoid
-from mega_moe._backends.quantize import quantize_rows, quantize_weight, scaled_product
-from mega_moe._backends.symmetric import workspace_layout
+from mega_moe._backends.fused.memory import workspace_layout
+from mega_moe._backends.plain.activation import activate, rounded_sigmoid
+from mega_moe._backends.plain.quantize import quantize_rows, quantize_weight, scaled_gemm
 from mega_moe._base.activation import SWIGLU
 from mega_moe._base.layer import Gradients
 from mega_moe._base.mode import Mode
@@ -91,7 +91,7 @@ def test_what_the_forward_quantizes(cuda_device: torch.device, power_of_two: boo
     for name, got, want in zip(("codes", "scales"), kernels.staged_codes(), x, strict=True):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
     weight = quantize_weight(layer.gate_up[0], power_of_two)
-    z = scaled_product(x, weight, block_product_of(cuda_device)).bfloat16()
+    z = scaled_gemm(x, weight, block_product_of(cuda_device)).bfloat16()
     h = activate(z, SWIGLU, rounded_sigmoid) * layer.weights[0].float()
     _, want = quantize_rows(h, power_of_two)
     scales = scales_of(kernels, "h_sf_pool", 3)

@@ -184,7 +184,7 @@ def test_every_amax(cuda_device: torch.device, ops: Any, power_of_two: bool) -> 
 
 
 def test_both_copies_hold_the_codes_of_the_reference(cuda_device: torch.device, ops: Any) -> None:
-    from mega_moe._backends.quantize import quantize_weight
+    from mega_moe._backends.plain.quantize import quantize_weight
 
     weight = normal(1, 256, 512, seed=4).to(cuda_device)
     codes, transposed = (torch.empty(1, *s, dtype=E4M3, device=cuda_device) for s in ((256, 512), (512, 256)))

@@ -9,8 +9,8 @@ import torch
 
 import mega_moe
 from mega_moe import MegaMoEError, PeerError, RankTimeoutError
-from mega_moe._backends.summary import Routing
-from mega_moe._backends.symmetric import Shape, symmetric_layout
+from mega_moe._backends.fused.memory import Shape, symmetric_layout
+from mega_moe._backends.routing import Routing
 
 from ._virtual import VirtualRanks, assert_tables, random_ids
 
@@ -27,7 +27,7 @@ def ranks_of(
 
 def route(ranks: VirtualRanks, rank: int, ids: torch.Tensor) -> Routing:
     with torch.cuda.stream(ranks.streams[rank]):
-        return ranks.routers[rank].route(ids, None)
+        return ranks.kernels[rank].route(ids, None)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
@@ -44,16 +44,16 @@ def test_missing_rank(cuda_device: torch.device, num_ranks: int) -> None:
     for rank, routing in enumerate(results):
         assert set(routing.tokens_per_expert.tolist()) == {-1}
         with pytest.raises((RankTimeoutError, PeerError), match=rf"rank {missing} to launch") as caught:
-            ranks.routers[rank].check()
+            ranks.kernels[rank].check()
         if isinstance(caught.value, RankTimeoutError):
             for part in (f"rank {rank} of {num_ranks}", "call 2", "0.5 s (arrival", "seen 1", "wanted 2"):
                 assert part in str(caught.value), part
         with pytest.raises(MegaMoEError, match="lost one another"):
-            ranks.routers[rank].route(ids[rank], None)
+            ranks.kernels[rank].route(ids[rank], None)
     start = time.monotonic()
     route(ranks, missing, ids[missing])
     with pytest.raises(PeerError, match=rf"gave up waiting \(arrival limit\) for rank {missing} to launch"):
-        ranks.routers[missing].check()
+        ranks.kernels[missing].check()
     assert time.monotonic() - start < 10
 
 
@@ -74,7 +74,7 @@ def test_rank_that_stops_after_its_launch(cuda_device: torch.device) -> None:
     ranks = ranks_of(cuda_device, 2, arrival=20.0, progress=0.5)
     ids = random_ids("random", [300, 300], 4, 16, cuda_device)
     layout = symmetric_layout(ranks.shape)
-    headers = layout.view(ranks.routers[0].memory[0], "headers", torch.int64)
+    headers = layout.view(ranks.kernels[0].memory[0], "headers", torch.int64)
     headers[1 * 2 + 1] = 1 << 24 | 300  # launch 1 is in bank 1; from rank 1
     torch.cuda.synchronize()
     start = time.monotonic()
@@ -82,7 +82,7 @@ def test_rank_that_stops_after_its_launch(cuda_device: torch.device) -> None:
     with pytest.raises(
         RankTimeoutError, match=r"0.5 s \(progress limit\) for the expert ids of rank 1, block [012]"
     ):
-        ranks.routers[0].check()
+        ranks.kernels[0].check()
     assert 0.4 < time.monotonic() - start < 10
 
 
@@ -93,7 +93,7 @@ def test_too_many_tokens(cuda_device: torch.device) -> None:
     torch.cuda.synchronize()
     results = {rank: route(ranks, rank, ids[rank]) for rank in (0, 1, 3)}
     with torch.cuda.stream(ranks.streams[2]):
-        ranks.routers[2].refuse(ValueError("too many"), 401)
+        ranks.kernels[2].refuse(401)
     torch.cuda.synchronize()
     for rank, routing in results.items():
         assert set(routing.tokens_per_expert.tolist()) == {-1}
@@ -102,8 +102,8 @@ def test_too_many_tokens(cuda_device: torch.device) -> None:
             r"call 1 of this buffer was refused by rank 2: it had 401 tokens, the buffer was built for 400"
         )
         with pytest.raises(PeerError, match=message):
-            ranks.routers[rank].check()
-    ranks.routers[2].check()
+            ranks.kernels[rank].check()
+    ranks.kernels[2].check()
     assert_tables(ranks, ids, ranks.launch(ids))
     ranks.check()
 
@@ -139,7 +139,7 @@ def test_bad_id(cuda_device: torch.device, num_ranks: int, bad: int) -> None:
     wrong[-1][299, 3] = -7
     ranks.launch(wrong)
     with pytest.raises(ValueError, match="topk_idx"):
-        ranks.routers[-1].check()
+        ranks.kernels[-1].check()
 
 
 def test_bad_id_at_once_when_debugging(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +157,6 @@ def test_bad_id_at_once_when_debugging(cuda_device: torch.device, monkeypatch: p
 def test_canaries_find_a_planted_write(cuda_device: torch.device) -> None:
     ranks = ranks_of(cuda_device, 1)
     start, size = symmetric_layout(ranks.shape).parts["published_ids"]
-    ranks.routers[0].memory[0][start + size] = 0
+    ranks.kernels[0].memory[0][start + size] = 0
     with pytest.raises(MegaMoEError, match="wrote between the parts"):
         ranks.check()

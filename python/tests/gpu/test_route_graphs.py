@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_moe._backends.summary import Routing
-from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.fused.memory import Shape
+from mega_moe._backends.routing import Routing
 
 from ._virtual import VirtualRanks, assert_tables, random_ids
 
@@ -24,7 +24,7 @@ class Captured:
         torch.cuda.synchronize()
         for rank, graph in enumerate(self.graphs):
             with torch.cuda.graph(graph, stream=ranks.streams[rank]):
-                self.results.append(ranks.routers[rank].route(self.ids[rank], None))
+                self.results.append(ranks.kernels[rank].route(self.ids[rank], None))
         ranks.warm()  # a capture empties the allocator's cache
 
     def replay(self, rank: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mega_moe
-from mega_moe._backends.symmetric import Shape
+from mega_moe._backends.fused.memory import Shape
 
 from ._forward_ranks import pool_of
 from ._virtual import VirtualRanks, assert_tables, random_ids
@@ -100,7 +100,7 @@ def test_thousand_launches(cuda_device: torch.device, num_ranks: int) -> None:
         launched = []
         for rank in range(num_ranks):
             with torch.cuda.stream(ranks.streams[rank]):
-                launched.append(ranks.routers[rank].route(ids[rank], None))
+                launched.append(ranks.kernels[rank].route(ids[rank], None))
         results.append((ids, launched))
         if step % 97 == 0:
             torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def test_public_call(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch)
 def test_launches_of_two_streams_are_chained(cuda_device: torch.device) -> None:
     """One buffer, two streams, no event between them: the library orders the launches, in the order of the host."""
     ranks = VirtualRanks(cuda_device, Shape(4096, 8, 128, 128, 1, canaries=True))
-    router = ranks.routers[0]
+    router = ranks.kernels[0]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     pool = [random_ids(kind, [4096], 8, 128, cuda_device)[0] for kind in ("random", "one rank")]
     torch.cuda.synchronize()
@@ -167,7 +167,7 @@ def test_an_occupied_sm_only_delays(cuda_device: torch.device) -> None:
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000_000)
     with torch.cuda.stream(ranks.streams[0]):
-        routing = ranks.routers[0].route(ids[0], None)
+        routing = ranks.kernels[0].route(ids[0], None)
     torch.cuda.synchronize()
     assert_tables(ranks, ids, [routing])
 

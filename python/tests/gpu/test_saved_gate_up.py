@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.saved import SavedRows
+from mega_moe._backends.fused.rows import SavedRows
 
 from ._backward import assert_right, assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_moe._backends.quantize import E4M3, E4M3_MAX
+from mega_moe._backends.plain.quantize import E4M3, E4M3_MAX
 
 from ._tensor_core import in_torch, on_gpu
 

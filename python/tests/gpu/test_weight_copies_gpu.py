@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mega_moe._backends.quantize import quantize_weight
-from mega_moe._backends.weight_copies import WeightCopies, WeightCopy
+from mega_moe._backends.fused.weight_copies import WeightCopies, WeightCopy
+from mega_moe._backends.plain.quantize import quantize_weight
 
 
 def parameter(device: torch.device, *shape: int, seed: int = 0) -> nn.Parameter:

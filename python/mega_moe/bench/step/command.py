@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega_moe._backends.decide import BACKENDS
+from mega_moe._backends.choice.decide import BACKENDS
 from mega_moe._base.types import PRECISIONS
 from mega_moe.bench import schema
 from mega_moe.bench.schema import StepResult, StepRow

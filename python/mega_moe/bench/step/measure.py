@@ -207,7 +207,7 @@ class _Clock:
 @contextmanager
 def _timed(converted: Converted, context: Context) -> Iterator[_Clock]:
     clock = _Clock(context)
-    executors: list[Any] = [registry.get(buffer.handle) for buffer in converted.buffers]
+    executors: list[Any] = [registry.get(buffer._live().handle) for buffer in converted.buffers]
     for executor in executors:
         executor.forward = clock.wrap(executor.forward, True)
         executor.backward = clock.wrap(executor.backward, False)

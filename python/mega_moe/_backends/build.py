@@ -1,0 +1,140 @@
+"""From the choice to what serves a buffer's calls on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mega_moe._backends.choice.decide import why_no_kernel_router
+from mega_moe._backends.choice.explanation import Explanation
+from mega_moe._backends.choice.facts import RankFacts
+from mega_moe._backends.choice.request import Request
+from mega_moe._backends.deep_gemm import library as deep_gemm_library
+from mega_moe._backends.deep_gemm.arithmetic import DeepGemmArithmetic
+from mega_moe._backends.fused.executor import FusedExecutor
+from mega_moe._backends.fused.launch import KernelRank
+from mega_moe._backends.fused.memory import of_group, of_virtual_ranks, symmetric_layout
+from mega_moe._backends.fused.prequantized import PrequantizedLayer
+from mega_moe._backends.fused.rows import SavedRows
+from mega_moe._backends.fused.weight_copies import WeightCopies
+from mega_moe._backends.group import Control
+from mega_moe._backends.nbytes import kernel_shape
+from mega_moe._backends.plain.arithmetic import Arithmetic
+from mega_moe._backends.plain.executor import PlainExecutor
+from mega_moe._backends.plain.grouped import GroupedArithmetic
+from mega_moe._backends.plain.reference import ReferenceArithmetic
+from mega_moe._backends.plain.router import TorchRouter
+from mega_moe._base.errors import MegaMoEError
+from mega_moe._ops import registry
+
+
+@dataclass
+class Session:
+    """What serves a buffer's calls on this rank. The kernels, where all ranks can run them, route for any backend."""
+
+    executor: registry.Executor
+    router: KernelRank | TorchRouter
+    router_reason: str | None  # why plain operators route
+    saved_rows: SavedRows
+    weight_copies: WeightCopies | None  # None where no kernel reads e4m3 weights
+    prequantized: (
+        PrequantizedLayer | None
+    )  # None where no kernel takes operands that the caller has quantized
+
+    def __post_init__(self) -> None:
+        self.handle = registry.register(self.executor)
+
+    def refuse_routing(self, error: Exception, num_tokens: int) -> None:
+        """Let the other ranks' call of ``mega_moe.route`` end in PeerError, as this rank raises ``error`` instead."""
+        if isinstance(self.router, KernelRank):
+            self.router.refuse(num_tokens)
+        else:
+            self.router.refuse(error)
+
+    def close(self) -> None:
+        registry.unregister(self.handle)
+        if isinstance(self.router, KernelRank):
+            self.router.close()
+
+
+def build(
+    explanation: Explanation,
+    everyone: Sequence[RankFacts],
+    device: torch.device,
+    control: Control,
+    group: Any,
+    progress_timeout: float,
+    saved_share: float,
+) -> Session:
+    """Collective over ``group``."""
+    request = explanation.request
+    kernels, reason = build_kernels(explanation, everyone, device, control, group, progress_timeout)
+    executor = build_executor(explanation, control, group, kernels)
+    saved, copies, prequantized = SavedRows(), None, None
+    if isinstance(executor, FusedExecutor) and kernels is not None:
+        mode, copies = kernels.shape.mode, executor.weight_copies
+        # The backward in fp8 recomputes gate and up in fp8.
+        saved = SavedRows.of(kernels.shape, saved_share) if mode.backward == "bf16" else saved
+        prequantized = PrequantizedLayer(kernels) if mode.forward == mode.backward == "fp8" else None
+    router = TorchRouter(request, control) if kernels is None else kernels
+    return Session(executor, router, reason, saved, copies, prequantized)
+
+
+def build_kernels(
+    explanation: Explanation,
+    everyone: Sequence[RankFacts],
+    device: torch.device,
+    control: Control,
+    group: Any,
+    progress_timeout: float,
+) -> tuple[KernelRank | None, str | None]:
+    """Collective. The memory of the kernels where all ranks can run them, else the reason why they cannot."""
+    request = explanation.request
+    reasons = why_no_kernel_router(request, everyone)
+    if reasons:
+        return None, "; ".join(reasons)
+    shape = kernel_shape(request, explanation.chosen == "fused", explanation.has_fused_backward)
+    nbytes = symmetric_layout(shape).total
+    if group is None:
+        (memory,) = of_virtual_ranks(nbytes, device, 1)
+    else:
+        memory = of_group(nbytes, device, group, control)
+    kernels = KernelRank(
+        shape,
+        control.rank,
+        memory,
+        num_sms=(everyone[control.rank].num_sms or 0) - request.num_reserved_sms,
+        arrival_timeout=progress_timeout if control.timeout is None else control.timeout,
+        progress_timeout=progress_timeout,
+    )
+    return kernels, None
+
+
+def build_executor(
+    explanation: Explanation, control: Control, group: Any, kernels: KernelRank | None
+) -> FusedExecutor | PlainExecutor:
+    """The executor of the chosen backend on this rank."""
+    request = explanation.request
+    makers: dict[str | None, Callable[[], Arithmetic]] = {
+        "fused": lambda: _stand_in(request),
+        "deep_gemm": lambda: DeepGemmArithmetic(deep_gemm_library.require()),
+        "grouped": GroupedArithmetic,
+        "reference": lambda: _reference(request),
+    }
+    fused = explanation.chosen == "fused"
+    if explanation.chosen not in makers or (fused and kernels is None):
+        raise MegaMoEError(f"the backend {explanation.chosen!r} was chosen, but this process cannot run it")
+    plain = PlainExecutor(request, makers[explanation.chosen](), control, group)
+    return FusedExecutor(kernels, plain) if fused and kernels is not None else plain
+
+
+def _stand_in(request: Request) -> Arithmetic:
+    """What serves the fused backend's backward where the wheel holds no kernel for it."""
+    return GroupedArithmetic() if request.backward_precision == "bf16" else _reference(request)
+
+
+def _reference(request: Request) -> ReferenceArithmetic:
+    return ReferenceArithmetic(request.precision, request.dw_precision, power_of_two=request.power_of_two)

@@ -1,0 +1,1 @@
+"""Which backend serves a buffer, and why not the others."""

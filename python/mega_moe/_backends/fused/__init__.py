@@ -1,0 +1,1 @@
+"""The fused backend: one kernel for each direction, on memory that the ranks share."""
