@@ -14,9 +14,8 @@ def layer_name(row: Any) -> str:
     """What a layer's or peer's row is about, but for who computes it, which way and on how many SMs."""
     if row.kind == "peer":
         return f"{row.shape}, T {row.tokens}, {row.precision}"
-    skew = "" if row.skew is None else f", {row.skew:g}x to rank 0"
     copies = "" if row.weight_copies is None else f", weight copies {row.weight_copies}"
-    return f"{row.shape}, T {row.tokens}, {row.numerics}{copies}{skew}"
+    return f"{row.shape}, T {row.tokens}, {row.numerics}{copies}"
 
 
 def way_name(direction: str) -> str:

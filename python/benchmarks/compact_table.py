@@ -41,7 +41,7 @@ class Measured:
     @property
     def problem(self) -> tuple:
         """What two must share to be compared, but for the precision."""
-        return self.first.shape, self.first.tokens, getattr(self.first, "skew", None)
+        return self.first.shape, self.first.tokens
 
     def of(self, ways: Sequence[str], protocol: str) -> list | None:
         """Its rows of these directions; None unless every one was measured."""
@@ -97,9 +97,8 @@ def table(lines: list[Measured], every: list[Measured], old: Callable[[Sequence]
 def describe(rest: list[Measured]) -> str:
     """What the lines that are folded away are about."""
     about = {
-        "fewer tokens": any(not own.reserved and own.first.skew is None for own in rest),
+        "fewer tokens": any(not own.reserved for own in rest),
         "SMs reserved for other work": any(own.reserved for own in rest),
-        "uneven routing": any(own.first.skew is not None for own in rest),
     }
     return ", ".join(name for name, there in about.items() if there)
 
@@ -125,7 +124,7 @@ def collect(result: Any) -> list[Measured]:
 
 
 def shown(every: list[Measured]) -> tuple[list[Measured], list[Measured]]:
-    """The lines: even routing of most tokens, and the others. By shape as measured, precision, routing, tokens."""
+    """The lines: most tokens, and the others. By shape as measured, precision, tokens."""
     ours = [own for own in every if own.first.kind == "layer" and own.backend in OURS]
     best = {
         name: min((own.backend for own in ours if own.name == name), key=OURS.index) for name in names(ours)
@@ -138,14 +137,14 @@ def shown(every: list[Measured]) -> tuple[list[Measured], list[Measured]]:
 
     def order(own: Measured) -> tuple:
         row = own.first
-        return shapes.index(row.shape), own.numerics, row.skew or 0.0, -row.tokens, own.name, own.reserved
+        return shapes.index(row.shape), own.numerics, -row.tokens, own.name, own.reserved
 
     first, rest = [], []
     for own in sorted((own for own in ours if own.backend == best[own.name]), key=order):
-        usual = own.first.skew is None and own.first.tokens == most[own.first.shape, own.numerics]
+        usual = own.first.tokens == most[own.first.shape, own.numerics]
         if usual and not own.reserved:
             first.append(own)
-        elif usual or not own.reserved:  # what reserved SMs cost is told once for each shape and precision
+        elif usual or not own.reserved:  # what reserved SMs cost has one line for each shape and precision
             rest.append(own)
     return first, rest
 

@@ -17,10 +17,11 @@ from report import file_name
 
 import mega_moe
 from mega_moe.bench import schema
+from mega_moe.bench.layer import Case
 from mega_moe.bench.protocols import PROTOCOLS
 from mega_moe.bench.ranks import Context, joined
-from mega_moe.bench.shapes import DIRECTIONS, PARTS, Shape, find_shape
-from mega_moe.bench.suite import Case, Options, run
+from mega_moe.bench.shapes import PARTS, Shape, find_shape
+from mega_moe.bench.suite import Options, run
 from mega_moe.bench.table import line, render
 
 SHAPES = ("30B", "235B", "DeepSeek-V3")
@@ -49,10 +50,8 @@ def main(argv: list[str]) -> int:
             shapes=shapes,
             tokens=None,
             cases=cases(shapes[0], context),
-            directions=DIRECTIONS,
             protocols=tuple(p.quick() if words.quick else p for p in PROTOCOLS.values()),
             dtype=torch.bfloat16 if context.device.type == "cuda" else torch.float32,
-            dw_dtype=None,
             wheel=words.wheel,
         )
         first = context.rank == 0

@@ -7,7 +7,7 @@ def main(argv: list[str]) -> int:
     """The command `mega-moe bench` with the words after it; returns the exit status."""
     # Imported here: reading this package must not pull in what only a run needs.
     if argv[:1] == ["step"]:
-        from mega_moe.bench.step import main as step
+        from mega_moe.bench.step.command import main as step
 
         return step(argv[1:])
     from mega_moe.bench.command import main as command

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from mega_moe.bench.protocols import Protocol, Timer, measure
 from mega_moe.bench.ranks import Context, first_line
@@ -15,7 +17,7 @@ INPUT_SETS = 3
 
 _COPY_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 _PEER_BYTES = 256 << 20
-_PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
+_GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 
 
 @dataclass(frozen=True)
@@ -41,53 +43,40 @@ class Ceiling:
 
 
 def product_name(dtype: str) -> str:
-    """Name of the ceiling of matrix products that read this element type."""
+    """Name of the ceiling of GEMMs that read this element type."""
     return f"product {dtype}"
 
 
-COPY = "device copy"
-
-
 def ceilings(device_type: str, dtype: str) -> tuple[Ceiling, ...]:
-    """The ceilings of a run whose tensors have `dtype`: two products, the copy, peer pull and push."""
-    size = _PRODUCT_SIZE[device_type]
-    copied = _COPY_BYTES[device_type]
+    """The ceilings of a run whose tensors have `dtype`: two GEMMs, the copy, peer pull and push."""
+    size, copied = _GEMM_SIZE[device_type], _COPY_BYTES[device_type]
+    flops, own = 2.0 * size**3, getattr(torch, dtype)
+    peer = f"{_PEER_BYTES >> 20} MiB {{}} the next rank, every rank at once, one direction"
+    pull, push = (lambda context, push=push: _peer(context, _PEER_BYTES, push=push) for push in (False, True))
     return (
         Ceiling(
             product_name(dtype),
             f"{size}^3 product, random data",
             "TF/s",
-            2.0 * size**3,
-            lambda context: _product(context, size, getattr(torch, dtype)),
+            flops,
+            lambda context: _gemm(context, size, own),
         ),
         Ceiling(
             product_name("float8_e4m3fn"),
             f"{size}^3 product, per-tensor scales, fast accumulation",
             "TF/s",
-            2.0 * size**3,
-            lambda context: _product_fp8(context, size),
+            flops,
+            lambda context: _gemm_fp8(context, size),
         ),
         Ceiling(
-            COPY,
+            "device copy",
             f"{copied >> 20} MiB copied, bytes read and written",
             "GB/s",
             2.0 * copied,
             lambda context: _copy(context, copied),
         ),
-        Ceiling(
-            "peer pull",
-            f"{_PEER_BYTES >> 20} MiB from the next rank, every rank at once, one direction",
-            "GB/s",
-            float(_PEER_BYTES),
-            lambda context: _peer(context, _PEER_BYTES, push=False),
-        ),
-        Ceiling(
-            "peer push",
-            f"{_PEER_BYTES >> 20} MiB to the next rank, every rank at once, one direction",
-            "GB/s",
-            float(_PEER_BYTES),
-            lambda context: _peer(context, _PEER_BYTES, push=True),
-        ),
+        Ceiling("peer pull", peer.format("from"), "GB/s", float(_PEER_BYTES), pull),
+        Ceiling("peer push", peer.format("to"), "GB/s", float(_PEER_BYTES), push),
     )
 
 
@@ -114,49 +103,43 @@ def _row(ceiling: Ceiling, outcome: Outcome) -> CeilingRow:
     return CeilingRow("ceiling", ceiling.name, ceiling.what, ceiling.unit, ceiling.work, rate, outcome)  # type: ignore[arg-type]
 
 
-def _product(context: Context, size: int, dtype: torch.dtype) -> Operation:
-    lefts = [_random(context, size, size).to(dtype) for _ in range(INPUT_SETS)]
-    right = _random(context, size, size).to(dtype)
+def _gemm(context: Context, size: int, dtype: torch.dtype) -> Operation:
+    lefts, right = _operands(context, size, dtype)
     out = torch.empty(size, size, dtype=dtype, device=context.device)
-    # The second operand is read along its rows, as weights [N, K] are.
-    calls = [_bind(torch.mm, left, right.t(), out=out) for left in lefts]
-    return Operation(calls, lambda: _spoil(out), lambda: _not_finite(out))
+    return _into(out, [partial(torch.mm, left, right, out=out) for left in lefts])
 
 
-def _product_fp8(context: Context, size: int) -> Operation | str:
+def _gemm_fp8(context: Context, size: int) -> Operation | str:
     if context.device.type != "cuda":
-        return f"the fp8 product runs on CUDA devices only, the device is {context.device.type}"
+        return f"the fp8 GEMM runs on CUDA devices only, the device is {context.device.type}"
     capability = torch.cuda.get_device_capability(context.device)
     if capability < (8, 9):
-        return f"fp8 products need compute capability 8.9, the device has {capability[0]}.{capability[1]}"
-    lefts = [_random(context, size, size).to(torch.float8_e4m3fn) for _ in range(INPUT_SETS)]
-    right = _random(context, size, size).to(torch.float8_e4m3fn)
+        return f"fp8 GEMMs need compute capability 8.9, the device has {capability[0]}.{capability[1]}"
+    lefts, right = _operands(context, size, torch.float8_e4m3fn)
     out = torch.empty(size, size, dtype=torch.bfloat16, device=context.device)
     one = torch.ones((), device=context.device)
-    calls = [
-        _bind(
-            torch._scaled_mm,
-            left,
-            right.t(),
-            scale_a=one,
-            scale_b=one,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-            out=out,
-        )
-        for left in lefts
-    ]
-    return Operation(calls, lambda: _spoil(out), lambda: _not_finite(out))
+    gemm = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=out.dtype, use_fast_accum=True)
+    return _into(out, [partial(gemm, left, right, out=out) for left in lefts])
+
+
+def _operands(context: Context, size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    # The second operand is read along its rows, as weights [N, K] are.
+    *lefts, right = (torch.randn(size, size, device=context.device).to(dtype) for _ in range(INPUT_SETS + 1))
+    return lefts, right.t()
+
+
+def _into(out: Tensor, calls: Sequence[Callable[[], object]]) -> Operation:
+    def fault() -> str | None:
+        finite = bool(torch.isfinite(out).all())
+        return None if finite else "the output holds NaN or Inf after the last window"
+
+    return Operation(calls, lambda: _spoil(out), fault)
 
 
 def _copy(context: Context, num_bytes: int) -> Operation:
-    sources = [
-        torch.full((num_bytes,), value, dtype=torch.uint8, device=context.device)
-        for value in range(1, INPUT_SETS + 1)
-    ]
     target = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
-    calls = [_bind(target.copy_, source) for source in sources]
-    return Operation(calls, lambda: _spoil(target), lambda: _not_copied(target))
+    calls = [partial(target.copy_, source) for source in _sources(context, num_bytes)]
+    return _copied(target, calls)
 
 
 def _peer(context: Context, num_bytes: int, *, push: bool) -> Operation | str:
@@ -176,39 +159,35 @@ def _peer(context: Context, num_bytes: int, *, push: bool) -> Operation | str:
     reason = context.first_reason(reason)
     if reason is not None:
         return reason
-    sources = [
-        torch.full((num_bytes,), value, dtype=torch.uint8, device=context.device)
-        for value in range(1, INPUT_SETS + 1)
-    ]
+    sources = _sources(context, num_bytes)
     if push:
-        calls = [_bind(peer.copy_, source) for source in sources]
         # The rank before this one pushes into `shared`, so what arrived is seen here.
-        return Operation(calls, lambda: _spoil(shared), lambda: _not_copied(shared), (shared, handle))
+        return _copied(shared, [partial(peer.copy_, source) for source in sources], (shared, handle))
     shared.copy_(sources[0])
     target = torch.empty_like(shared)
-    calls = [_bind(target.copy_, peer)]
     # The previous rank reads `shared` as long as this one does.
-    return Operation(calls, lambda: _spoil(target), lambda: _not_copied(target), (shared, handle))
+    return _copied(target, [partial(target.copy_, peer)], (shared, handle))
 
 
-def _random(context: Context, *size: int) -> torch.Tensor:
-    return torch.randn(*size, device=context.device)
+def _sources(context: Context, num_bytes: int) -> list[Tensor]:
+    """Each filled with a value of its own, from 1."""
+    values = range(1, INPUT_SETS + 1)
+    return [torch.full((num_bytes,), value, dtype=torch.uint8, device=context.device) for value in values]
 
 
-def _bind(function: Callable[..., object], *arguments: object, **named: object) -> Callable[[], object]:
-    return lambda: function(*arguments, **named)
+def _copied(
+    target: Tensor, calls: Sequence[Callable[[], object]], keep: tuple[object, ...] = ()
+) -> Operation:
+    def fault() -> str | None:
+        smallest, largest = int(target.min()), int(target.max())
+        if 1 <= smallest == largest <= INPUT_SETS:
+            return None
+        return (
+            f"the target holds bytes {smallest} to {largest} after the last window, wanted one source's value"
+        )
+
+    return Operation(calls, lambda: _spoil(target), fault, keep)
 
 
-def _spoil(tensor: torch.Tensor) -> None:
+def _spoil(tensor: Tensor) -> None:
     tensor.view(torch.uint8).fill_(0xFF)
-
-
-def _not_finite(tensor: torch.Tensor) -> str | None:
-    return None if bool(torch.isfinite(tensor).all()) else "the output holds NaN or Inf after the last window"
-
-
-def _not_copied(tensor: torch.Tensor) -> str | None:
-    smallest, largest = int(tensor.min()), int(tensor.max())
-    if 1 <= smallest == largest <= INPUT_SETS:
-        return None
-    return f"the target holds bytes {smallest} to {largest} after the last window, wanted one source's value"

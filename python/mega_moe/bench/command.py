@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_moe._backends.choice.decide import BACKENDS
 from mega_moe._base.types import DW_PRECISIONS, PRECISIONS, check_dw_precision
 from mega_moe.bench.shapes import DIRECTIONS, PARTS, SHAPES, find_shape
+from mega_moe.bench.words import add_run_options, check_run_options, listed
 
 # What a run needs is imported by it: help and refused words come without torch.
 if TYPE_CHECKING:
@@ -42,24 +43,12 @@ def parser() -> argparse.ArgumentParser:
     add("--part", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: all)")
     add("--dtype", choices=_DTYPES, help="of x and weights (default: bfloat16 on a GPU, else float32)")
     add(
-        "--dw-dtype",
-        choices=_DTYPES,
-        help="add weight gradients into buffers of this dtype (default: no buffers)",
-    )
-    add(
         "--reuse-weight-copies",
         action="store_true",
         help="in fp8, keep the copies of the weights from call to call, as a step after its first call does",
     )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_run_options(made)
     add("--quick", action="store_true", help="the same windows, but three of each: less time, more noise")
-    add(
-        "--wheel",
-        type=Path,
-        metavar="FILE",
-        help="the wheel that was installed, where the installer kept no hash",
-    )
-    add("--json", type=Path, metavar="FILE", help="also write the result here")
     add(
         "--trace",
         type=Path,
@@ -149,7 +138,6 @@ _NOT_WITH_TRACE = (
     "protocol",
     "part",
     "dtype",
-    "dw_dtype",
     "dw_precision",
     "reuse_weight_copies",
     "quick",
@@ -165,10 +153,9 @@ def _trace_options(words: argparse.Namespace) -> kernel_ranks.Options:
     for name in _NOT_WITH_TRACE:
         if getattr(words, name) != plain.get_default(name):
             raise ValueError(f"{name.replace('_', '-')}: cannot be combined with --trace")
-    shapes = _words(words.shape or "30B")
-    if len(shapes) != 1:
+    if "," in (words.shape or ""):
         raise ValueError(f"shape: got {words.shape!r}, wanted one shape to trace")
-    shape = find_shape(shapes[0])
+    shape = find_shape(words.shape or "30B")
     direction = "forward" if words.direction == plain.get_default("direction") else words.direction
     if direction not in kernel_ranks.DIRECTIONS:
         raise ValueError(
@@ -195,44 +182,38 @@ def _check_tokens(words: argparse.Namespace) -> None:
 def _options(words: argparse.Namespace, device_type: str) -> Options:
     import torch
 
+    from mega_moe.bench.layer import Case
     from mega_moe.bench.protocols import PROTOCOLS
-    from mega_moe.bench.suite import Case, Options
+    from mega_moe.bench.suite import Options
 
     on_gpu = device_type == "cuda"
-    shapes = _words(words.shape or ("30B,235B" if on_gpu else "tiny"))
-    protocols = [PROTOCOLS[_known("protocol", name, _PROTOCOLS)] for name in _words(words.protocol)]
     if words.virtual_ranks != 1:
         raise ValueError(
             "virtual-ranks: can only be combined with --trace; torchrun starts ranks to be timed"
         )
     _check_tokens(words)
-    if words.wheel is not None and not words.wheel.is_file():
-        raise ValueError(f"wheel: got {words.wheel}, wanted a file")
-    if words.json is not None and not words.json.absolute().parent.is_dir():
-        raise ValueError(f"json: got {words.json}, wanted a path in a folder that exists")
-    backends = tuple(_known("backend", name, BACKENDS) for name in _words(words.backend or "")) or None
-    precisions = [_known("precision", name, PRECISIONS) for name in _words(words.precision)]
+    check_run_options(words)
+    shapes = (words.shape or ("30B,235B" if on_gpu else "tiny")).split(",")
+    protocols = [PROTOCOLS[name] for name in listed("protocol", words.protocol, _PROTOCOLS)]
+    backends = tuple(listed("backend", words.backend, BACKENDS)) if words.backend else None
+    precisions = listed("precision", words.precision, PRECISIONS)
     for name in precisions:
         check_dw_precision(words.dw_precision, name)
     return Options(
-        parts=tuple(_known("part", name, PARTS) for name in _words(words.part)),
-        shapes=tuple(find_shape(name) for name in shapes),
+        parts=tuple(listed("part", words.part, PARTS)),
+        shapes=tuple(find_shape(name.strip()) for name in shapes),
         tokens=words.tokens,
-        cases=tuple(Case(name, backends, dw_precision=words.dw_precision) for name in precisions),
-        directions=tuple(_known("direction", name, DIRECTIONS) for name in _words(words.direction)),
+        cases=tuple(
+            Case(
+                precision=name,
+                backends=backends,
+                reuse_weight_copies=words.reuse_weight_copies,
+                dw_precision=words.dw_precision,
+                directions=tuple(listed("direction", words.direction, DIRECTIONS)),
+            )
+            for name in precisions
+        ),
         protocols=tuple(protocol.quick() if words.quick else protocol for protocol in protocols),
         dtype=getattr(torch, words.dtype or ("bfloat16" if on_gpu else "float32")),
-        dw_dtype=getattr(torch, words.dw_dtype) if words.dw_dtype else None,
         wheel=words.wheel,
-        reuse_weight_copies=words.reuse_weight_copies,
     )
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _known(option: str, name: str, names: Collection[str]) -> str:
-    if name not in names:
-        raise ValueError(f"{option}: got {name!r}, wanted one of {', '.join(names)}")
-    return name

@@ -6,7 +6,7 @@
 
 Tokens are those of all ranks together, so that rows of one shape do the same work. The published table times calls of
 `mega_moe.moe`; this one times launches alone, replayed from a CUDA graph, in fp8 on copies of the weights that are made
-before. `--dw` is the dtype of a backward's weight gradients, of which "fp8" means bf16 that are products of e4m3, as of
+before. `--dw` is the dtype of a backward's weight gradients, of which "fp8" means bf16 from GEMMs of e4m3, as of
 `MoEBuffer(dw_precision="fp8")`. `--parts` is what a backward is asked for: everything, the gradients of x and of the
 routing weights, or those of the experts' weights. `--saved` is what `MoEBuffer` takes as `save_gate_up`. `--hot` gives
 expert 0 so many times its even share of the rows, with as many rows in all.
@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from mega_moe._backends.fused.rows import check_share
-from mega_moe.bench.clocks import ClockProbe
+from mega_moe._ops import library
 from mega_moe.bench.kernel_ranks import (
     DIRECTIONS,
     PARTS,
@@ -35,9 +36,9 @@ from mega_moe.bench.kernel_ranks import (
 )
 from mega_moe.bench.protocols import PROTOCOLS, CudaTimer, measure
 from mega_moe.bench.ranks import Context
-from mega_moe.bench.rows import write_rows
 from mega_moe.bench.schema import Timing
-from mega_moe.bench.shapes import Shape, backward_flops, find_shape, layer_work
+from mega_moe.bench.shapes import backward_flops, find_shape, layer_work
+from mega_moe.bench.words import listed
 
 # dtype and precision of the weights' gradients.
 _DW = {
@@ -88,36 +89,34 @@ def time_kernel(
     ranks = KernelRanks(options, device, num_reserved_sms)
     ranks.launch(None)
     graph = ranks.captured()
-    backward, tokens = options.direction == "backward", options.tokens * options.num_ranks
-    has_dw = backward and options.parts != "dx"
+    backward = options.direction == "backward"
+    dw = next(name for name, of in _DW.items() if of == (options.dw_dtype, options.dw_precision))
     alone = Context(device, None, 0, 1)
     for protocol in PROTOCOLS.values():
         chosen = protocol.quick() if quick else protocol
-        timing = measure([graph.replay], chosen, CudaTimer(device, ClockProbe(device)), alone)
+        timing = measure([graph.replay], chosen, CudaTimer(device), alone)
         ranks.check()
         yield KernelRow(
-            options.direction,
-            options.shape.name,
-            options.precision,
-            tokens,
-            options.num_ranks,
-            num_reserved_sms,
-            ranks.num_sms,
-            {of: name for name, of in _DW.items()}[options.dw_dtype, options.dw_precision]
-            if has_dw
-            else None,
-            options.parts if backward else None,
-            options.saved,
-            ranks.saved_nbytes,
-            options.hot,
-            ranks.nbytes,
-            flops(options) / timing.seconds * 1e-12,
-            timing,
+            direction=options.direction,
+            shape=options.shape.name,
+            precision=options.precision,
+            tokens=options.tokens * options.num_ranks,
+            num_ranks=options.num_ranks,
+            num_reserved_sms=num_reserved_sms,
+            num_sms=ranks.num_sms,
+            dw=dw if backward and options.parts != "dx" else None,
+            parts=options.parts if backward else None,
+            saved=options.saved,
+            saved_nbytes=ranks.saved_nbytes,
+            hot=options.hot,
+            nbytes=ranks.nbytes,
+            tflops=flops(options) / timing.seconds * 1e-12,
+            timing=timing,
         )
 
 
 def flops(options: Options) -> float:
-    """Of all ranks' products."""
+    """FLOPs of all ranks' GEMMs."""
     tokens = options.tokens * options.num_ranks
     if options.direction == "forward":
         return layer_work(
@@ -127,49 +126,39 @@ def flops(options: Options) -> float:
 
 
 def cases(words: argparse.Namespace) -> Iterator[tuple[Options, int]]:
-    """What the words ask for: options and SMs left free. Raises ValueError for a word that is not known, and for tokens
-    that the ranks cannot share evenly."""
+    """Options and SMs left free for every combination of the words, each once.
+
+    Raises ValueError for a word that is not known, and for tokens that the ranks cannot share evenly.
+    """
     known = {"direction": DIRECTIONS, "precision": PRECISIONS, "parts": PARTS, "dw": _DW}
     directions, precisions, parts, gradients = (
-        _words(name, getattr(words, name), names) for name, names in known.items()
+        listed(name, getattr(words, name), names) for name, names in known.items()
     )
-    for name in words.shape.split(","):
-        shape = find_shape(name)
-        for tokens in map(int, words.tokens.split(",")):
-            for num_ranks in map(int, words.ranks.split(",")):
-                if tokens % num_ranks:
-                    raise ValueError(f"tokens: got {tokens}, wanted a multiple of {num_ranks} ranks")
-                for reserved in map(int, words.reserved.split(",")):
-                    for saved, precision in itertools.product(
-                        map(check_share, map(float, words.saved.split(","))), precisions
-                    ):
-                        for options in _kernels(
-                            shape, tokens // num_ranks, num_ranks, directions, gradients, parts
-                        ):
-                            made = replace(options, saved=saved, precision=precision, hot=words.hot)
-                            made.request()  # raises for a --dw that the precision does not know
-                            yield made, reserved
-
-
-def _kernels(
-    shape: Shape, tokens: int, num_ranks: int, directions: list[str], gradients: list[str], parts: list[str]
-) -> Iterator[Options]:
-    for direction in directions:
-        if direction == "forward":
-            yield Options(shape, tokens, num_ranks)
-            continue
-        for part in parts:
-            # Without weight gradients what they are says nothing.
-            for name in gradients[:1] if part == "dx" else gradients:
-                dtype, precision = _DW[name]
-                yield Options(shape, tokens, num_ranks, direction, dtype, part, dw_precision=precision)
-
-
-def _words(option: str, text: str, known: Collection[str]) -> list[str]:
-    for word in text.split(","):
-        if word not in known:
-            raise ValueError(f"{option}: got {word!r}, wanted one of {', '.join(known)}")
-    return text.split(",")
+    shapes = [find_shape(name) for name in words.shape.split(",")]
+    saved_shares = [check_share(float(share)) for share in words.saved.split(",")]
+    tokens, ranks, reserved = (
+        [int(count) for count in text.split(",")] for text in (words.tokens, words.ranks, words.reserved)
+    )
+    for shape, total, num_ranks, free, saved, precision in itertools.product(
+        shapes, tokens, ranks, reserved, saved_shares, precisions
+    ):
+        if total % num_ranks:
+            raise ValueError(f"tokens: got {total}, wanted a multiple of {num_ranks} ranks")
+        plain = Options(shape, total // num_ranks, num_ranks, saved=saved, precision=precision, hot=words.hot)
+        for direction in directions:
+            if direction == "forward":
+                yield plain, free
+                continue
+            for part, dw in itertools.product(parts, gradients):
+                # Without weight gradients their dtype says nothing.
+                if part == "dx" and dw != gradients[0]:
+                    continue
+                dtype, dw_precision = _DW[dw]
+                made = replace(
+                    plain, direction=direction, dw_dtype=dtype, parts=part, dw_precision=dw_precision
+                )
+                made.request()  # raises for a --dw that the precision does not know
+                yield made, free
 
 
 def parser() -> argparse.ArgumentParser:
@@ -214,7 +203,9 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(row)
         if given.json is not None:
             # After every case: a later one that fails takes nothing along.
-            write_rows(given.json, rows)
+            device_name, build = torch.cuda.get_device_name(), library.build_record()
+            result = {"device": device_name, "build": build, "rows": [asdict(row) for row in rows]}
+            given.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -17,39 +17,35 @@ from mega_moe.bench.problem import InputSet, Problem
 from mega_moe.bench.protocols import Protocol, Timer, measure
 from mega_moe.bench.ranks import Context, first_line
 from mega_moe.bench.schema import LayerRow, Outcome, Timing
-from mega_moe.bench.shapes import Work, layer_work
+from mega_moe.bench.shapes import DIRECTIONS, Work, layer_work
 
-RESERVING_BACKENDS = {"fused": ("forward", "backward", "forward_backward")}
-"""Directions in which a backend's kernels can leave SMs to other work; all others run kernels that torch sizes."""
 RESERVED_SMS = (0, 16)
+"""SMs left to other work by kernels of ours; other kernels are sized by torch."""
 
 _CHECKED_TOKENS = 256
 # Two results that are each within the layer's tolerance of the exact one (bf16: 6e-3) differ by twice that at most.
 _LIMITS = {torch.bfloat16: 1.2e-2, torch.float32: 1e-4}
 
-GradBuffers = tuple[Tensor, Tensor] | None
-
 
 @dataclass(frozen=True)
-class LayerOptions:
-    """`backends` None means every one that explain lists; `dw_dtype` None means the weights' dtype.
+class Case:
+    """One precision and the backends measured in it; `backends` None means every one that explain lists.
 
-    `reuse_weight_copies`: where kernels read e4m3 copies of the weights, they are made before the time begins.
-    `dw_precision` is the buffer's. `reserved_sms`: each of them, where a backend can leave SMs.
+    ``tokens``: fewer than the run's, None for those. ``reuse_weight_copies``: where kernels read e4m3 copies of the
+    weights, they are made before the time begins. ``dw_precision`` is the buffer's.
     """
 
     precision: str
     backends: tuple[str, ...] | None
-    directions: tuple[str, ...]
-    dw_dtype: torch.dtype | None
+    tokens: int | None = None
     reuse_weight_copies: bool = False
     dw_precision: str = "bf16"
-    reserved_sms: tuple[int, ...] = RESERVED_SMS
+    directions: tuple[str, ...] = DIRECTIONS
 
 
 def measure_layer(
     problem: Problem,
-    options: LayerOptions,
+    options: Case,
     protocols: Sequence[Protocol],
     timer: Timer,
     context: Context,
@@ -61,9 +57,8 @@ def measure_layer(
     `product_rates` holds the measured ceilings in TF/s by (protocol, name of the ceiling).
     Raises ValueError for a backend that explain does not list.
     """
-    shape = problem.shape
     explanation = mega_moe.explain(
-        **shape.sizes(),
+        **problem.shape.sizes(),
         max_tokens_per_rank=problem.tokens,
         precision=options.precision,
         dw_precision=options.dw_precision,
@@ -75,113 +70,50 @@ def measure_layer(
     for name in options.backends or ():
         if name not in known:
             raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(known)}")
-    case = _Case(problem, options, context, product_rates)
+    shared = _Shared(problem, options, context, product_rates)
     for verdict in explanation.verdicts:
         if options.backends is not None and verdict.backend not in options.backends:
             continue
-        for reserved, directions in reservations(verdict.backend, options.directions, options.reserved_sms):
+        for reserved in RESERVED_SMS if verdict.backend == "fused" else (None,):
             # A verdict of explain is one on the automatic choice, which refuses the reference where its numerics would
             # surprise. Here every backend is asked for by name.
             try:
-                buffer = case.buffer(verdict.backend, problem.tokens, reserved or 0)
+                buffer = shared.buffer(verdict.backend, problem.tokens, reserved or 0)
             except mega_moe.BackendRefusedError as error:
                 outcome = Outcome("refused", verdict.reasons or (str(error),), None)
-                yield case.row(verdict.backend, outcome, reserved=reserved or None)
+                yield shared.row(verdict.backend, "all", reserved or None, outcome)
                 break
             reuse = buffer.reuse_weight_copies() if options.reuse_weight_copies else contextlib.nullcontext()
             with buffer, reuse:
-                yield from _measure_backend(
-                    case, verdict.backend, directions, buffer, reserved, protocols, timer
-                )
+                for direction in options.directions:
+                    run = _Run(shared, buffer, verdict.backend, direction, reserved)
+                    yield from run.rows(protocols, timer)
+                    # One direction's graphs and buffers are gone before the next begins.
+                    del run
+                    _release(context)
             del buffer
             _release(context)
 
 
-def reservations(
-    backend: str, directions: Sequence[str], reserved_sms: Sequence[int]
-) -> Iterator[tuple[int | None, tuple[str, ...]]]:
-    """Reserved SMs, None where they mean nothing, and the directions to measure so."""
-    reserving = tuple(d for d in directions if d in RESERVING_BACKENDS.get(backend, ()))
-    if reserving:
-        for reserved in reserved_sms:
-            yield reserved, reserving
-    rest = tuple(d for d in directions if d not in reserving)
-    if rest:
-        yield None, rest
-
-
-def _measure_backend(
-    case: _Case,
-    backend: str,
-    directions: Sequence[str],
-    buffer: mega_moe.MoEBuffer,
-    reserved: int | None,
-    protocols: Sequence[Protocol],
-    timer: Timer,
-) -> Iterator[LayerRow]:
-    for direction in directions:
-        # A function of its own, so that one direction's graphs and buffers are gone before the next begins.
-        yield from _measure_direction(
-            case, _Calls(case, buffer, direction), backend, direction, reserved, protocols, timer
-        )
-        _release(case.context)
-
-
-def _measure_direction(
-    case: _Case,
-    calls: _Calls,
-    backend: str,
-    direction: str,
-    reserved: int | None,
-    protocols: Sequence[Protocol],
-    timer: Timer,
-) -> Iterator[LayerRow]:
-    # A failure here, out of memory above all, is this backend's row and not the end of the run.
-    peak: int | None = None
-    reason: str | None = None
-    try:
-        peak = calls.trial(case.allocated_before)
-    except RuntimeError as error:
-        reason = first_line(error)
-    reason = case.context.first_reason(reason)
-    if reason is not None:
-        yield case.row(backend, Outcome("failed", (reason,), None), direction=direction, reserved=reserved)
-        return
-    for protocol in protocols:
-        timing = measure(calls.calls, protocol, timer, case.context, poison=case.problem.poison)
-        case.problem.poison()
-        relative_error, fault = calls.check()
-        fault = case.context.first_reason(fault)
-        yield case.row(
-            backend,
-            Outcome("failed", (fault,), None) if fault else Outcome("measured", (), timing),
-            direction=direction,
-            reserved=reserved,
-            peak_bytes=peak,
-            relative_error=relative_error,
-        )
-
-
-class _Case:
+class _Shared:
     """What the rows of one problem and precision share, the reference's answer for the first tokens among it."""
 
     def __init__(
         self,
         problem: Problem,
-        options: LayerOptions,
+        options: Case,
         context: Context,
         product_rates: dict[tuple[str, str], float],
     ) -> None:
         self.problem, self.options, self.context = problem, options, context
         self._rates = product_rates
-        self.allocated_before = _allocated(context)
-        self.dtype_name = str(problem.dtype).removeprefix("torch.")
+        on_gpu = context.device.type == "cuda"
+        self.allocated_before = torch.cuda.memory_allocated(context.device) if on_gpu else None
 
     def buffer(self, backend: str, tokens: int, reserved_sms: int) -> mega_moe.MoEBuffer:
-        shape = self.problem.shape
         return mega_moe.MoEBuffer(
             self.context.group,
-            **shape.sizes(),
+            **self.problem.shape.sizes(),
             max_tokens_per_rank=tokens,
             precision=self.options.precision,
             dw_precision=self.options.dw_precision,
@@ -192,72 +124,63 @@ class _Case:
         )
 
     @functools.cached_property
-    def checked_tokens(self) -> int:
-        return min(self.problem.tokens, _CHECKED_TOKENS)
-
-    @functools.cached_property
     def expected(self) -> tuple[Tensor, Tensor] | None:
         """y and dx of the first tokens by the reference backend; None where it refuses. Collective, computed once."""
+        tokens = min(self.problem.tokens, _CHECKED_TOKENS)
         try:
-            buffer = self.buffer("reference", self.checked_tokens, 0)
+            buffer = self.buffer("reference", tokens, 0)
         except mega_moe.BackendRefusedError:
             return None
-        inputs = self.problem.sets[0].head(self.checked_tokens)
+        inputs = self.problem.sets[0].head(tokens)
         with buffer:
-            y = self.call(inputs, buffer, None)
+            y = self.call(inputs, buffer)
             (dx,) = torch.autograd.grad(y, (inputs.x,), inputs.dy)
         return y.detach(), dx
 
-    def call(self, inputs: InputSet, buffer: mega_moe.MoEBuffer, grad_buffers: GradBuffers) -> Tensor:
+    def call(self, inputs: InputSet, buffer: mega_moe.MoEBuffer) -> Tensor:
+        problem = self.problem
         return mega_moe.moe(
             inputs.x,
             inputs.topk_idx,
             inputs.topk_weights,
-            self.problem.w_gate_up,
-            self.problem.w_down,
+            problem.w_gate_up,
+            problem.w_down,
             buffer=buffer,
-            grad_buffers=grad_buffers,
         )
 
     def row(
         self,
         backend: str,
+        direction: str,
+        reserved: int | None,
         outcome: Outcome,
-        *,
-        direction: str = "all",
-        reserved: int | None = None,
         peak_bytes: int | None = None,
         relative_error: float | None = None,
     ) -> LayerRow:
-        shape, timing = self.problem.shape, outcome.timing
+        problem, options, timing = self.problem, self.options, outcome.timing
+        dtype = str(problem.dtype).removeprefix("torch.")
         work = None
         if direction != "all":
             work = layer_work(
-                shape,
-                self.problem.tokens,
+                problem.shape,
+                problem.tokens,
                 direction,
-                precision=self.options.precision,
-                dtype=self.dtype_name,
-                dw_precision=self.options.dw_precision,
-            ).on_the_busiest_rank(self.problem.skew)
-        dw_dtype = None
-        if direction in ("backward", "forward_backward"):
-            dw_dtype = str(self.options.dw_dtype or self.problem.dtype).removeprefix("torch.")
-        reused = self.options.reuse_weight_copies and backend == "fused" and self.options.precision != "bf16"
+                precision=options.precision,
+                dtype=dtype,
+                dw_precision=options.dw_precision,
+            )
+        reused = options.reuse_weight_copies and backend == "fused" and options.precision != "bf16"
         return LayerRow(
             kind="layer",
-            shape=shape.name,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            tokens=self.problem.tokens,
+            shape=problem.shape.name,
+            **problem.shape.sizes(),
+            tokens=problem.tokens,
             num_ranks=self.context.num_ranks,
             backend=backend,
-            precision=self.options.precision,
-            dtype=self.dtype_name,
+            precision=options.precision,
+            dtype=dtype,
             direction=direction,
-            dw_dtype=dw_dtype,
+            dw_dtype=dtype if "backward" in direction else None,
             reserved_sms=reserved,
             flops=work.total if work else None,
             flop_rule=work.rule if work else None,
@@ -266,14 +189,13 @@ class _Case:
             peak_bytes=peak_bytes,
             relative_error=relative_error,
             outcome=outcome,
-            skew=self.problem.skew,
             weight_copies="reused" if reused else None,
-            dw_precision="fp8" if self.options.dw_precision == "fp8" else None,
+            dw_precision="fp8" if options.dw_precision == "fp8" else None,
         )
 
 
 def percent_of_ceiling(work: Work, timing: Timing, rates: dict[tuple[str, str], float]) -> float | None:
-    """Time of the products at the ceilings of this protocol over the measured time; None where one was not measured."""
+    """Time of the GEMMs at the ceilings of this protocol over the measured time; None where one was not measured."""
     floor = 0.0
     for element, flops in work.flops.items():
         rate = rates.get((timing.protocol, product_name(element)))
@@ -283,64 +205,78 @@ def percent_of_ceiling(work: Work, timing: Timing, rates: dict[tuple[str, str], 
     return 100 * floor / timing.seconds
 
 
-class _Calls:
+class _Run:
     """One direction of one backend as calls without arguments, one per input set."""
 
-    def __init__(self, case: _Case, buffer: mega_moe.MoEBuffer, direction: str) -> None:
-        self._case, self._buffer, self._direction = case, buffer, direction
-        self._grad_buffers: GradBuffers = None
-        problem, dw_dtype = case.problem, case.options.dw_dtype
-        if dw_dtype is not None and direction != "forward":
-            self._grad_buffers = (
-                torch.zeros_like(problem.w_gate_up, dtype=dw_dtype, requires_grad=False),
-                torch.zeros_like(problem.w_down, dtype=dw_dtype, requires_grad=False),
-            )
-        self.calls: list[Callable[[], tuple[Tensor, ...]]] = []
+    def __init__(
+        self, shared: _Shared, buffer: mega_moe.MoEBuffer, backend: str, direction: str, reserved: int | None
+    ) -> None:
+        self._shared, self._buffer, self._direction = shared, buffer, direction
+        self._row = functools.partial(shared.row, backend, direction, reserved)
+        self._calls: list[Callable[[], tuple[Tensor, ...]]] = []
 
-    def trial(self, allocated_before: int | None) -> int | None:
-        """Sets the calls up and runs all that a window runs; returns the most bytes beyond `allocated_before`."""
-        self.calls = [self._prepare(inputs) for inputs in self._case.problem.sets]
-        self.calls[0]()
-        self._case.problem.poison()
-        self._case.context.synchronize()
-        if allocated_before is None:
+    def rows(self, protocols: Sequence[Protocol], timer: Timer) -> Iterator[LayerRow]:
+        """A row per protocol, or one failed row."""
+        context, problem = self._shared.context, self._shared.problem
+        peak: int | None = None
+        reason: str | None = None
+        # A failure here, out of memory above all, is this backend's row and not the end of the run.
+        try:
+            peak = self._trial()
+        except RuntimeError as error:
+            reason = first_line(error)
+        reason = context.first_reason(reason)
+        if reason is not None:
+            yield self._row(Outcome("failed", (reason,), None))
+            return
+        for protocol in protocols:
+            timing = measure(self._calls, protocol, timer, context, poison=problem.poison)
+            problem.poison()
+            relative_error, fault = self._check()
+            fault = context.first_reason(fault)
+            outcome = Outcome("failed", (fault,), None) if fault else Outcome("measured", (), timing)
+            yield self._row(outcome, peak, relative_error)
+
+    def _trial(self) -> int | None:
+        """Sets the calls up and runs all that a window runs; the most bytes beyond inputs and weights, on a GPU."""
+        context, before = self._shared.context, self._shared.allocated_before
+        self._calls = [self._prepare(inputs) for inputs in self._shared.problem.sets]
+        self._calls[0]()
+        self._shared.problem.poison()
+        context.synchronize()
+        if before is None:
             return None
-        torch.cuda.reset_peak_memory_stats(self._case.context.device)
-        self.calls[0]()
-        self._case.context.synchronize()
-        return torch.cuda.max_memory_allocated(self._case.context.device) - allocated_before
+        torch.cuda.reset_peak_memory_stats(context.device)
+        self._calls[0]()
+        context.synchronize()
+        return torch.cuda.max_memory_allocated(context.device) - before
 
-    def check(self) -> tuple[float | None, str | None]:
+    def _check(self) -> tuple[float | None, str | None]:
         """Relative L2 of the first set's checked tokens against the reference backend, and what is wrong, if it is."""
-        outputs = [output.detach() for output in self.calls[0]()]
-        for output in (*outputs, *(self._grad_buffers or ())):
-            if not bool(torch.isfinite(output).all()):
-                return None, "an output holds NaN or Inf"
-        if self._case.expected is None:
+        outputs = [output.detach() for output in self._calls[0]()]
+        if not all(bool(torch.isfinite(output).all()) for output in outputs):
+            return None, "an output holds NaN or Inf"
+        if self._shared.expected is None:
             return None, None
         # outputs[0] is y for the forward, dx otherwise.
-        expected = self._case.expected[0 if self._direction == "forward" else 1].double()
+        expected = self._shared.expected[0 if self._direction == "forward" else 1].double()
         got = outputs[0][: expected.shape[0]].double()
         error = float((got - expected).norm() / expected.norm())
-        limit = _LIMITS[self._case.problem.dtype]
+        limit = _LIMITS[self._shared.problem.dtype]
         if error <= limit:
             return error, None
         return error, f"differs from the reference backend: relative L2 {error:.3g}, wanted at most {limit:g}"
 
     def _prepare(self, inputs: InputSet) -> Callable[[], tuple[Tensor, ...]]:
-        problem = self._case.problem
+        problem = self._shared.problem
         leaves = (inputs.x, inputs.topk_weights, problem.w_gate_up, problem.w_down)
-        call = functools.partial(self._case.call, inputs, self._buffer, self._grad_buffers)
+        call = functools.partial(self._shared.call, inputs, self._buffer)
         if self._direction == "forward":
             return lambda: (call(),)
         if self._direction == "backward":
             y = call()
             return lambda: torch.autograd.grad(y, leaves, inputs.dy, retain_graph=True)
         return lambda: torch.autograd.grad(call(), leaves, inputs.dy)
-
-
-def _allocated(context: Context) -> int | None:
-    return torch.cuda.memory_allocated(context.device) if context.device.type == "cuda" else None
 
 
 def _release(context: Context) -> None:

@@ -45,8 +45,6 @@ class Problem:
     sets: tuple[InputSet, ...]
     w_gate_up: Tensor
     w_down: Tensor
-    skew: float | None = None
-    """Rows that come to rank 0 over those of an even routing; None: even."""
 
     def poison(self) -> None:
         """Fills and frees as many bytes as one call's outputs and rows take, so that what it does not write is NaN."""
@@ -56,27 +54,16 @@ class Problem:
 
 
 def random_problem(
-    shape: Shape,
-    tokens: int,
-    dtype: torch.dtype,
-    context: Context,
-    *,
-    skew: float | None = None,
-    hot: float | None = None,
+    shape: Shape, tokens: int, dtype: torch.dtype, context: Context, *, hot: float | None = None
 ) -> Problem:
-    """N(0, 1) activations, weights of deviation 1/sqrt(fan-in), top-k of a random softmax, normalised per token.
+    """N(0, 1) activations, weights of deviation 1/sqrt(fan-in), top-k of a random softmax, normalized per token.
 
-    Experts are spread evenly, and so are tokens, unless `skew` sends that many times an even share of all rows to
-    rank 0, or `hot` that many times an even share to expert 0. Raises ValueError when the experts do not divide by the
-    ranks, the skew is not in (1, ranks], or hot is not in (1, experts / top_k].
+    Experts are spread evenly, and so are tokens, unless `hot` sends that many times an even share of the rows to expert
+    0. Raises ValueError when the experts do not divide by the ranks, or hot is not in (1, experts / top_k].
     """
     if hot is not None and not 1 < hot <= shape.num_experts / shape.top_k:
         raise ValueError(
             f"hot: got {hot}, wanted above 1 and at most {shape.num_experts / shape.top_k}, experts over top_k"
-        )
-    if skew is not None and not 1 < skew <= context.num_ranks:
-        raise ValueError(
-            f"skew: got {skew}, wanted above 1 and at most {context.num_ranks}, the number of ranks"
         )
     if shape.num_experts % context.num_ranks:
         raise ValueError(f"ranks: got {context.num_ranks}, wanted a divisor of {shape.num_experts} experts")
@@ -89,18 +76,14 @@ def random_problem(
 
     def input_set() -> InputSet:
         scores = torch.randn(tokens, shape.num_experts, device=context.device, generator=generator)
-        if skew is not None:
-            scores = _skewed(scores, local, shape.top_k * skew / context.num_ranks, shape.top_k, generator)
         if hot is not None:
-            scores = _skewed(scores, 1, shape.top_k * hot / shape.num_experts, shape.top_k, generator)
+            # No score of the others reaches 20; softmax still tells them apart.
+            wins = torch.rand(tokens, device=context.device, generator=generator)
+            scores[:, 0] = torch.where(wins < hot * shape.top_k / shape.num_experts, 20.0, -20.0)
         weights, ids = scores.softmax(-1).topk(shape.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        return InputSet(
-            normal(tokens, shape.hidden).requires_grad_(),
-            ids,
-            weights.requires_grad_(),
-            normal(tokens, shape.hidden),
-        )
+        x, dy = (normal(tokens, shape.hidden) for _ in range(2))
+        return InputSet(x.requires_grad_(), ids, weights.requires_grad_(), dy)
 
     return Problem(
         shape,
@@ -110,20 +93,4 @@ def random_problem(
         # Parameters, as of a model: of other tensors no copy is ever kept.
         nn.Parameter(normal(local, 2 * shape.intermediate, shape.hidden, deviation=shape.hidden**-0.5)),
         nn.Parameter(normal(local, shape.hidden, shape.intermediate, deviation=shape.intermediate**-0.5)),
-        skew,
     )
-
-
-def _skewed(scores: Tensor, local: int, hot: float, top_k: int, generator: torch.Generator) -> Tensor:
-    """Scores of which the first `local` experts win `hot` of a token's slots on average, the rest the others."""
-    draws = torch.rand(len(scores), 1, device=scores.device, generator=generator)
-    slots = (hot + draws).floor().long()  # hot rounded up or down, right on average
-    place = torch.arange(top_k, device=scores.device)
-    here, there = scores[:, :local].topk(min(top_k, local)), scores[:, local:].topk(top_k)
-    # A constant that no score reaches lifts the chosen experts above all others and keeps the order among them.
-    lifted = scores.clone()
-    lift = torch.where(place < slots, 100.0, 0.0)[:, : min(top_k, local)]
-    lifted.scatter_(1, here.indices, here.values + lift)
-    lift = torch.where(place < top_k - slots, 100.0, 0.0)
-    lifted[:, local:].scatter_(1, there.indices, there.values + lift)
-    return lifted

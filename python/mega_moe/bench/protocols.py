@@ -1,6 +1,6 @@
 """How a time is taken: burst and sustained, over several input sets, the slowest rank counting.
 
-A card at its power cap runs 15 to 20 % slower after a few hundred milliseconds of matrix products than right after
+A card at its power cap runs 15 to 20 % slower after a few hundred milliseconds of GEMMs than right after
 a pause. Both rates are true, so both are measured, under their names:
 
 - **burst**: about 10 ms of work after 0.25 s of idle;
@@ -19,11 +19,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol as Interface
 
 import torch
 
-from mega_moe.bench.clocks import ClockProbe, NoClock
+from mega_moe.bench.ranks import Context
 from mega_moe.bench.schema import Timing
 
 Call = Callable[[], object]
@@ -64,28 +63,22 @@ PROTOCOLS: dict[str, Protocol] = {
 }
 
 
-class Timer(Interface):
-    """Takes the time of a run of calls on one device."""
-
-    name: str
-    mhz_reason: str | None
-    """Why windows carry no MHz; None where they do."""
-
-    def window(self, calls: Sequence[Call], count: int) -> tuple[float, float | None]:
-        """Runs `count` calls in turn; returns their seconds and the mean clock in MHz."""
-
-    def idle(self, seconds: float) -> None:
-        """Lets the device rest."""
+Sample = tuple[int, int, int]
+"""SM id, clock64 in cycles, globaltimer in ns."""
 
 
-class Ranks(Interface):
-    """What the timing needs of the process group."""
+def mean_mhz(before: Sequence[Sample], after: Sequence[Sample]) -> float | None:
+    """Mean over the SMs that both probes reached of cycles per microsecond; None when there is no such SM.
 
-    def maximum(self, value: float) -> float: ...
-
-    def minimum(self, value: float) -> float: ...
-
-    def barrier(self) -> None: ...
+    A probe's blocks need not reach every SM: rows that no block wrote hold -1 and are left out.
+    """
+    first = {sm: (cycles, ns) for sm, cycles, ns in before if sm >= 0}
+    rates = [
+        (cycles - first[sm][0]) / (ns - first[sm][1]) * 1e3
+        for sm, cycles, ns in after
+        if sm in first and ns > first[sm][1]
+    ]
+    return sum(rates) / len(rates) if rates else None
 
 
 class HostTimer:
@@ -97,39 +90,63 @@ class HostTimer:
         self.mhz_reason = mhz_reason
 
     def window(self, calls: Sequence[Call], count: int) -> tuple[float, float | None]:
+        """Runs `count` calls, each set in rotation; returns their seconds and the mean clock in MHz."""
         start = time.perf_counter()
         _run(calls, count)
         return time.perf_counter() - start, None
 
     def idle(self, seconds: float) -> None:
+        """Lets the device rest."""
         time.sleep(seconds)
 
 
 class CudaTimer:
-    """CUDA events on the current stream; the clock probes stand outside them and are not timed."""
+    """CUDA events on the current stream, and the SM clock: clock64 over globaltimer between two launches of a probe.
+
+    NVML's figure is a sample of its own and does not match what the SMs ran at. `mhz_reason` says why no clock can be
+    read, None where the library is loaded. The probes lie outside the events.
+    """
 
     name = "CUDA events"
 
-    def __init__(self, device: torch.device, clock: ClockProbe | NoClock) -> None:
-        self._device, self._clock = device, clock
-        self.mhz_reason: str | None = clock.reason
+    def __init__(self, device: torch.device, mhz_reason: str | None = None) -> None:
+        self._device, self.mhz_reason = device, mhz_reason
+        self._probes: list[torch.Tensor] = []
+        if mhz_reason is None:
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self._probes = [torch.empty(num_sms, 3, dtype=torch.int64, device=device) for _ in range(2)]
 
     def window(self, calls: Sequence[Call], count: int) -> tuple[float, float | None]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._clock.before()
+        for probe in self._probes:
+            probe.fill_(-1)
+        for probe in self._probes[:1]:
+            torch.ops.mega_moe_kernels.clock_probe(probe)
         # Until the host has queued the first call, the device is busy and the clock has not started: what the host
         # needs after a pause is no time of the device.
         torch.cuda._sleep(_HIDING_CYCLES)
         start.record()
         _run(calls, count)
         end.record()
-        self._clock.after()
+        for probe in self._probes[1:]:
+            torch.ops.mega_moe_kernels.clock_probe(probe)
         torch.cuda.synchronize(self._device)
-        return start.elapsed_time(end) * 1e-3, self._clock.mhz()
+        samples = [[(int(sm), int(cycles), int(ns)) for sm, cycles, ns in p.tolist()] for p in self._probes]
+        return start.elapsed_time(end) * 1e-3, mean_mhz(*samples) if samples else None
 
     def idle(self, seconds: float) -> None:
         torch.cuda.synchronize(self._device)
         time.sleep(seconds)
+
+
+Timer = HostTimer | CudaTimer
+
+
+def make_timer(device: torch.device, library_reason: str | None) -> Timer:
+    """The timer of a device; `library_reason` says why the compiled library is missing, None when it is loaded."""
+    if device.type != "cuda":
+        return HostTimer(f"clocks are read on CUDA devices only, the device is {device.type}")
+    return CudaTimer(device, library_reason)
 
 
 def _run(calls: Sequence[Call], count: int) -> None:
@@ -141,7 +158,7 @@ def measure(
     calls: Sequence[Call],
     protocol: Protocol,
     timer: Timer,
-    ranks: Ranks,
+    ranks: Context,
     *,
     poison: Callable[[], None] = lambda: None,
     budget_s: float = 30.0,

@@ -125,19 +125,17 @@ class LayerRow:
     flop_rule: str | None
     tflops: float | None
     percent_of_ceiling: float | None
-    """Time of the products at the measured ceilings, over the time of the call; null without a ceiling."""
+    """Time of the GEMMs at the measured ceilings, over the time of the call; null without a ceiling."""
     peak_bytes: int | None
     """Most device memory that torch's allocator held during one call, beyond inputs and weights."""
     relative_error: float | None
     """Relative L2 of the checked tokens against the reference backend; null where that refused."""
     outcome: Outcome
-    skew: float | None = None
-    """Rows that come to rank 0 over the rows that an even routing sends there; null: even. FLOPs are then rank 0's."""
     weight_copies: str | None = None
     """"reused": calls found e4m3 copies of the weights from before the time began, as all but a step's first do; null:
     each call made what it read."""
     dw_precision: str | None = None
-    """"fp8": the buffer was asked for weight gradients that are products of e4m3; null: for none such."""
+    """"fp8": the buffer was asked for wgrad GEMMs in e4m3; null: it was not."""
 
     @property
     def numerics(self) -> str:
@@ -153,10 +151,6 @@ class LayerRow:
             wanted = "null for a forward" if self.direction == "forward" else "a dtype for a backward"
             _require(
                 (self.dw_dtype is None) == (self.direction == "forward"), "dw_dtype", self.dw_dtype, wanted
-            )
-        if self.skew is not None:
-            _require(
-                1 < self.skew <= self.num_ranks, "skew", self.skew, "null, or above 1 and at most num_ranks"
             )
         _require(
             self.weight_copies in (None, "reused"), "weight_copies", self.weight_copies, "null or reused"
@@ -269,25 +263,25 @@ class StepRow:
     precision: str
     reserved_sms: int
     status: Status
-    reason: str | None
+    reason: str | None = None
     """What serves the layers, in the buffer's words; null unless measured."""
-    seconds: float | None
-    steps_s: tuple[float, ...]
-    tokens_per_s: float | None
+    seconds: float | None = None
+    steps_s: tuple[float, ...] = ()
+    tokens_per_s: float | None = None
     """Per GPU."""
-    mfu: float | None
+    mfu: float | None = None
     """FLOPs of the model, nothing recomputed, over the GPU's stated bf16 peak; null where that is not known."""
-    peak_bytes: int | None
+    peak_bytes: int | None = None
     """Most device memory that torch's allocator held, the largest of the ranks; null on a CPU."""
-    moe_seconds: float | None
+    moe_seconds: float | None = None
     """Of a step inside MoE layers, forward and backward."""
-    moe_forwards: int | None
+    moe_forwards: int | None = None
     """Forward calls that reached the backend in one step: as many as layers when nothing is computed twice."""
-    load_max_over_mean: float | None
+    load_max_over_mean: float | None = None
     """Load of the busiest expert over the mean one's, mean over layers, of rank 0's tokens."""
-    losses: tuple[float, ...]
+    losses: tuple[float, ...] = ()
     """Of every step, rank 0's."""
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.status == "measured":

@@ -11,7 +11,7 @@ PARTS = ("ceilings", "layer")
 DIRECTIONS = ("forward", "backward", "forward_backward")
 """What one timed call does: the layer's output, its gradients from a kept graph, or both."""
 
-# Products of one routed row, in units of H * I multiply-adds counted as two FLOPs:
+# GEMMs of one routed row, in units of H * I multiply-adds counted as two FLOPs:
 _FORWARD = 6  # gate and up 4, down 2
 _RECOMPUTE = 4  # gate and up again, because the forward keeps x, ids and weights only
 _HIDDEN_GRADIENT = 2  # dh
@@ -62,7 +62,7 @@ def find_shape(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of one call on one rank, split by the element type that the products read, and the rule in words."""
+    """FLOPs of one call on one rank, split by the element type that the GEMMs read, and the rule in words."""
 
     flops: dict[str, float]
     rule: str
@@ -70,13 +70,6 @@ class Work:
     @property
     def total(self) -> float:
         return sum(self.flops.values())
-
-    def on_the_busiest_rank(self, skew: float | None) -> Work:
-        """This work where `skew` times an even share of the rows comes to one rank; None: even."""
-        if skew is None:
-            return self
-        flops = {element: count * skew for element, count in self.flops.items()}
-        return Work(flops, f"{self.rule}, times {skew:g} on rank 0")
 
 
 def layer_work(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,30 +10,14 @@ import torch
 
 from mega_moe._ops import library
 from mega_moe.bench.ceilings import ceilings, measure_ceiling
-from mega_moe.bench.clocks import make_clock
 from mega_moe.bench.environment import describe
-from mega_moe.bench.layer import LayerOptions, measure_layer
+from mega_moe.bench.layer import Case, measure_layer
 from mega_moe.bench.problem import random_problem
-from mega_moe.bench.protocols import CudaTimer, HostTimer, Protocol, Timer
+from mega_moe.bench.protocols import Protocol, make_timer
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.schema import SCHEMA_VERSION, Result, Row
 from mega_moe.bench.shapes import Shape
-
-
-@dataclass(frozen=True)
-class Case:
-    """One precision and the backends measured in it; None takes every one. ``tokens``: fewer than the run's, and of a
-    shape that has no more by itself nothing is measured.
-
-    ``reuse_weight_copies``: as the run's, where that says no. ``directions`` None: those of the run.
-    """
-
-    precision: str
-    backends: tuple[str, ...] | None
-    tokens: int | None = None
-    reuse_weight_copies: bool = False
-    dw_precision: str = "bf16"
-    directions: tuple[str, ...] | None = None
+from mega_moe.bench.words import without_folders
 
 
 @dataclass(frozen=True)
@@ -45,20 +28,14 @@ class Options:
     shapes: tuple[Shape, ...]
     tokens: int | None
     cases: tuple[Case, ...]
-    directions: tuple[str, ...]
     protocols: tuple[Protocol, ...]
     dtype: torch.dtype
-    dw_dtype: torch.dtype | None
     wheel: Path | None
-    reuse_weight_copies: bool = False
 
 
 def run(options: Options, context: Context, arguments: list[str], progress: Callable[[Row], None]) -> Result:
     """Measures everything that the options name; `progress` sees each row as it comes. Collective over the ranks."""
-    clock = make_clock(context.device, library.status().reason)
-    timer: Timer = CudaTimer(context.device, clock)
-    if context.device.type != "cuda":
-        timer = HostTimer(clock.reason)
+    timer = make_timer(context.device, library.status().reason)
     environment = describe(context, options.wheel)
     rows: list[Row] = []
 
@@ -84,19 +61,9 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
                 if problem is None or problem.tokens != tokens:
                     problem = None  # frees the one before
                     problem = random_problem(shape, tokens, options.dtype, context)
-                layer = LayerOptions(
-                    case.precision,
-                    case.backends,
-                    case.directions or options.directions,
-                    options.dw_dtype,
-                    options.reuse_weight_copies or case.reuse_weight_copies,
-                    case.dw_precision,
-                )
                 for layer_row in measure_layer(
-                    problem, layer, options.protocols, timer, context, product_rates=products
+                    problem, case, options.protocols, timer, context, product_rates=products
                 ):
                     keep(layer_row)
             del problem
-    # Files by their names: where they lay says something of the machine and nothing of the figures.
-    words = tuple(Path(word).name if os.sep in word else word for word in arguments)
-    return Result(SCHEMA_VERSION, environment, words, tuple(rows))
+    return Result(SCHEMA_VERSION, environment, without_folders(arguments), tuple(rows))

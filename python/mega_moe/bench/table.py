@@ -73,33 +73,21 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     timing = row.outcome.timing
     assert timing is not None
-    protocol, milliseconds = timing.protocol, f"{timing.seconds * 1e3:.3f}"
-    mhz = f"{timing.mhz:.0f}" if timing.mhz is not None else "-"
+    time = (timing.protocol, f"{timing.seconds * 1e3:.3f}")
+    mhz = "-" if timing.mhz is None else f"{timing.mhz:.0f}"
     if isinstance(row, CeilingRow):
-        return (
-            row.name,
-            "-",
-            "-",
-            protocol,
-            milliseconds,
-            _rate(row.rate, row.unit),
-            "-",
-            mhz,
-            "-",
-            "-",
-            "-",
-        )
+        return (row.name, "-", "-", *time, _rate(row.rate, row.unit), "-", mhz, "-", "-", "-")
+    rate = _rate(row.tflops, "TF/s")
     if isinstance(row, PeerRow):
-        named, rate = f"{row.shape} T={row.tokens} {row.precision}", _rate(row.tflops, "TF/s")
-        return (named, row.peer, row.direction, protocol, milliseconds, rate, "-", mhz, "-", "-", "-")
+        named = f"{row.shape} T={row.tokens} {row.precision}"
+        return (named, row.peer, row.direction, *time, rate, "-", mhz, "-", "-", "-")
     return (
         _layer(row),
         row.backend,
         row.direction.replace("_", "+"),
-        protocol,
-        milliseconds,
-        _rate(row.tflops, "TF/s"),
-        _percent(row.percent_of_ceiling),
+        *time,
+        rate,
+        "-" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.1f} %",
         mhz,
         row.dw_dtype or "-",
         "n/a" if row.reserved_sms is None else str(row.reserved_sms),
@@ -109,18 +97,13 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _rate(value: float | None, unit: str) -> str:
     assert value is not None
-    # A CPU's products are thousands of times slower than the unit is made for.
+    # A CPU's GEMMs are thousands of times slower than the unit is made for.
     return f"{value * 1e3:.3g} GF/s" if unit == "TF/s" and value < 1 else f"{value:.4g} {unit}"
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} %"
-
-
 def _layer(row: LayerRow) -> str:
-    skew = "" if row.skew is None else f", {row.skew:g}x to rank 0"
     copies = "" if row.weight_copies is None else f", weight copies {row.weight_copies}"
-    return f"{row.shape} T={row.tokens} {row.numerics}{copies}{skew}"
+    return f"{row.shape} T={row.tokens} {row.numerics}{copies}"
 
 
 def _subject(row: Row) -> str:

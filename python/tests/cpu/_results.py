@@ -90,8 +90,8 @@ def sample(**environment: Any) -> Result:
     return Result(schema.SCHEMA_VERSION, dataclasses.replace(where, **environment), ("--quick",), rows)
 
 
-def uneven_and_peer() -> Result:
-    """Eight ranks: an uneven layer and another implementation's two rows alongside the usual ones."""
+def with_peer() -> Result:
+    """Eight ranks: a layer and another implementation's two rows."""
     peer = {
         "kind": "peer",
         "peer": "other",
@@ -102,7 +102,6 @@ def uneven_and_peer() -> Result:
     }
     rows = (
         layer_row(measured("burst", 0.010), num_ranks=8),
-        layer_row(measured("burst", 0.040), num_ranks=8, skew=4.0),
         PeerRow(
             **peer,
             direction="forward",

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from mega_moe.bench.clocks import NoClock, make_clock, mean_mhz
-from mega_moe.bench.protocols import PROTOCOLS, CudaTimer, HostTimer, measure
+from mega_moe.bench.protocols import PROTOCOLS, CudaTimer, HostTimer, make_timer, mean_mhz, measure
 
 
 class FakeTimer:
@@ -189,14 +188,12 @@ def test_mhz_is_the_mean_over_the_sms_that_both_probes_reached() -> None:
 
 
 def test_a_cpu_has_no_clock_and_says_why() -> None:
-    import torch
-
-    clock = make_clock(torch.device("cpu"), None)
-    assert isinstance(clock, NoClock)
-    assert clock.mhz() is None
-    assert clock.reason == "clocks are read on CUDA devices only, the device is cpu"
-    missing = make_clock(torch.device("cuda"), "mega_moe_ops.so is missing")
-    assert missing.reason == "mega_moe_ops.so is missing"
+    timer = make_timer(torch.device("cpu"), None)
+    assert isinstance(timer, HostTimer)
+    assert timer.mhz_reason == "clocks are read on CUDA devices only, the device is cpu"
+    missing = make_timer(torch.device("cuda"), "mega_moe_ops.so is missing")
+    assert isinstance(missing, CudaTimer)
+    assert missing.mhz_reason == "mega_moe_ops.so is missing"
 
 
 def test_device_clock_starts_behind_work_that_hides_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +212,6 @@ def test_device_clock_starts_behind_work_that_hides_the_host(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: told.append("hidden"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append("waited"))
-    timer = CudaTimer(torch.device("cuda", 0), NoClock("none here"))
+    timer = CudaTimer(torch.device("cuda", 0), "none here")
     assert timer.window([lambda: told.append("call")], 2) == (3e-3, None)
     assert told == ["hidden", "event", "call", "call", "event", "waited"]

@@ -16,7 +16,7 @@ import pytest
 from mega_moe.bench import schema
 from mega_moe.bench.schema import Result
 
-from ._results import layer_row, measured, sample, uneven_and_peer
+from ._results import layer_row, measured, sample, with_peer
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = "# Project\n\n<!-- bench:begin -->\n<!-- bench:end -->\n\nAfter.\n"
@@ -303,18 +303,16 @@ def test_report_runs_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-S", "-c", code], check=True, timeout=60)
 
 
-def test_uneven_routing_and_peers_in_the_documents(report: Any, project: Path) -> None:
+def test_peers_in_the_documents(report: Any, project: Path) -> None:
     kernels = report.staleness.Kernels("b" * 64, {}, {}, "13.0.88")
-    text = report.full_report([uneven_and_peer()], kernels)
+    text = report.full_report([with_peer()], kernels)
     assert "| 30B, T 16384, bf16 | grouped | backward | 10 (burst) |" in text
-    assert "| 30B, T 16384, bf16, 4x to rank 0 | grouped | backward | 40 (burst) |" in text
     assert "| 30B, T 16384, bf16 | other | forward | 8 (its own) | 150 TF/s | - |" in text
     assert "- failed: other: 30B, T 16384, bf16: no figure" in text
     assert "| 30B, T 16384, bf16, grouped | - | 10 (burst) | - | 43 % (burst) backward |" in text
-    assert "| 30B, T 16384, bf16, 4x to rank 0, grouped | - | 40 (burst) |" in text
     assert "30B forward 12.0 -> 3.9 ms" in text
     assert "12.0 -> 3.9" not in report.full_report([sample()], kernels)
-    assert report.report([uneven_and_peer()], kernels) == report.NONE_YET
+    assert report.report([with_peer()], kernels) == report.NONE_YET
     pytest.importorskip("matplotlib", reason="the chart needs the extra 'demo'")
-    put(project, "a.json", uneven_and_peer())
+    put(project, "a.json", with_peer())
     assert report.main([], project) == 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mega_moe.bench import main, schema
-from mega_moe.bench.step.model import Transformer, initialise
+from mega_moe.bench.step.model import Transformer, initialize
 from mega_moe.bench.step.shapes import MODELS, Model, find_model, peak_flops
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -124,7 +124,7 @@ def test_two_ranks_share_the_experts(tmp_path: Path) -> None:
     assert (row.num_ranks, row.ep_size, row.status, row.moe_forwards) == (2, 2, "measured", 2)
 
 
-@pytest.mark.parametrize("where", ["clip_grad_norm_", "initialise"])
+@pytest.mark.parametrize("where", ["clip_grad_norm_", "initialize"])
 def test_a_failure_is_a_row(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +184,7 @@ def test_peaks_by_name() -> None:
 def test_weights_depend_on_the_seed_alone() -> None:
     models = [Transformer(SMALL) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2)):
-        initialise(model, seed)
+        initialize(model, seed)
     first, again, other = (torch.cat([p.flatten() for p in m.parameters()]) for m in models)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

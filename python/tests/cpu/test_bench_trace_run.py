@@ -63,7 +63,6 @@ def test_without_a_tracing_variant_the_reason_is_said(
     ("words", "message"),
     [
         (["--protocol", "burst"], "protocol: cannot be combined with --trace"),
-        (["--dw-dtype", "float32"], "dw-dtype: cannot be combined with --trace"),
         (["--quick"], "quick: cannot be combined with --trace"),
         (["--shape", "30B,235B"], "shape: got '30B,235B', wanted one shape to trace"),
         (

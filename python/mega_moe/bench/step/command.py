@@ -6,10 +6,9 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_moe._backends.choice.decide import BACKENDS
@@ -18,6 +17,7 @@ from mega_moe.bench import schema
 from mega_moe.bench.schema import StepResult, StepRow
 from mega_moe.bench.step.shapes import MODELS, Model, find_model
 from mega_moe.bench.table import columns
+from mega_moe.bench.words import add_run_options, check_run_options, listed, without_folders
 
 # What a run needs is imported by it: help and refused words come without torch.
 if TYPE_CHECKING:
@@ -57,14 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add("--skip", type=int, default=5, help="first steps that do not count" + default)
     add("--ep-size", type=int, help="ranks that share the experts (default: all of one machine)")
     add("--reserved-sms", type=int, default=16, help="SMs that fused kernels leave to NCCL" + default)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add(
-        "--wheel",
-        type=Path,
-        metavar="FILE",
-        help="the wheel that was installed, where the installer kept no hash",
-    )
-    add("--json", type=Path, metavar="FILE", help="also write the result here")
+    add_run_options(made)
     return made
 
 
@@ -103,9 +96,9 @@ def _run(words: argparse.Namespace, model: Model, context: Context, argv: list[s
         rows.append(measure_backend(options, backend, context, meshes))
         if context.rank == 0:
             print(_line(rows[-1]), file=sys.stderr, flush=True)
-    # Files by their names: where they lay says something of the machine and nothing of the figures.
-    shown = tuple(Path(word).name if os.sep in word else word for word in argv)
-    return StepResult(schema.SCHEMA_VERSION, describe(context, words.wheel), shown, tuple(rows))
+    return StepResult(
+        schema.SCHEMA_VERSION, describe(context, words.wheel), without_folders(argv), tuple(rows)
+    )
 
 
 def _check(words: argparse.Namespace) -> None:
@@ -115,8 +108,7 @@ def _check(words: argparse.Namespace) -> None:
             raise ValueError(f"{name.replace('_', '-')}: got {value}, wanted at least 1")
     if not 0 <= words.skip < words.steps:
         raise ValueError(f"skip: got {words.skip}, wanted 0 to {words.steps - 1}: fewer than the steps")
-    if words.json is not None and not words.json.absolute().parent.is_dir():
-        raise ValueError(f"json: got {words.json}, wanted a path in a folder that exists")
+    check_run_options(words)
     _backends(words)
     _precisions(words)
 
@@ -124,19 +116,11 @@ def _check(words: argparse.Namespace) -> None:
 def _backends(words: argparse.Namespace) -> list[str]:
     if words.backend is None:
         return [name for name in BACKENDS if name != _NOT_BY_DEFAULT]
-    return _named("backend", words.backend, BACKENDS)
+    return listed("backend", words.backend, BACKENDS)
 
 
 def _precisions(words: argparse.Namespace) -> list[str]:
-    return _named("precision", words.precision, PRECISIONS)
-
-
-def _named(option: str, value: str, known: Sequence[str]) -> list[str]:
-    named = [word.strip() for word in value.split(",") if word.strip()]
-    for name in named or [value]:
-        if name not in known:
-            raise ValueError(f"{option}: got {name!r}, wanted one of {', '.join(known)}")
-    return named
+    return listed("precision", words.precision, PRECISIONS)
 
 
 def _model(words: argparse.Namespace, context: Context) -> Model:
@@ -191,18 +175,13 @@ def render(result: StepResult) -> str:
         lines[0] += (
             f"; {first.layers} of {first.model_layers} layers, sequence {first.sequence}, EP {first.ep_size}"
         )
-        lines += columns([_COLUMNS, *map(cells, measured)], left=2)
-        lines.append("")
+        lines += [*columns([_COLUMNS, *map(_cells, measured)], left=2), ""]
     lines += [f"{row.backend}: {row.reason}" for row in measured if row.reason not in (None, row.backend)]
     lines += [_line(row) for row in result.rows if row.status != "measured"]
     return "\n".join(lines) + "\n"
 
 
-def cells(row: StepRow) -> tuple[str, ...]:
-    """A measured row as `_COLUMNS`."""
-    assert row.seconds is not None
-    assert row.tokens_per_s is not None
-    assert row.moe_seconds is not None
+def _cells(row: StepRow) -> tuple[str, ...]:
     return (
         f"{row.model} {row.precision}",
         row.backend,
@@ -218,5 +197,5 @@ def cells(row: StepRow) -> tuple[str, ...]:
 
 def _line(row: StepRow) -> str:
     if row.status == "measured":
-        return "  ".join(cells(row))
+        return "  ".join(_cells(row))
     return f"{row.status}: {row.model} {row.precision}: backend {row.backend}: {'; '.join(row.reasons)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ import mega_moe
 from mega_moe._ops import registry
 from mega_moe.bench.ranks import Context, first_line
 from mega_moe.bench.schema import StepRow
-from mega_moe.bench.step.model import Adapter, Transformer, initialise
+from mega_moe.bench.step.model import Adapter, Transformer, initialize
 from mega_moe.bench.step.shapes import Model, peak_flops
 from mega_moe.integrations import (
     Converted,
@@ -31,16 +33,6 @@ from mega_moe.integrations import (
 
 _LEARNING_RATE = 1e-4
 _MAX_NORM = 1.0
-_UNLESS_MEASURED = (
-    "reason",
-    "seconds",
-    "tokens_per_s",
-    "mfu",
-    "peak_bytes",
-    "moe_seconds",
-    "moe_forwards",
-    "load_max_over_mean",
-)
 
 
 @dataclass(frozen=True)
@@ -59,15 +51,27 @@ class StepOptions:
 
 def measure_backend(options: StepOptions, backend: str, context: Context, meshes: Meshes) -> StepRow:
     """One row. Collective. A refusal, or a failure such as too little memory, is a row as well."""
-    row = _Row(options, backend, context)
+    of_row = functools.partial(
+        StepRow,
+        kind="step",
+        model=options.model.name,
+        layers=options.num_layers,
+        model_layers=options.model.num_layers,
+        sequence=options.model.sequence,
+        num_ranks=context.num_ranks,
+        ep_size=options.ep_size,
+        backend=backend,
+        precision=options.precision,
+        reserved_sms=options.num_reserved_sms,
+    )
     converted: list[Converted] = []
+    found: dict[str, Any] | None = None
+    reason: str | None = None
     try:
-        reason: str | None = None
-        found: _Measured | None = None
         try:
             model = _build(options, backend, context, meshes, converted)
         except mega_moe.BackendRefusedError as error:
-            return row.without("refused", _reasons(error, backend))
+            return of_row(status="refused", reasons=_reasons(error, backend))
         except RuntimeError as error:  # out of memory above all
             reason = first_line(error)
         # Before the first collective of a step, in which the other ranks would wait for one that failed here.
@@ -78,9 +82,9 @@ def measure_backend(options: StepOptions, backend: str, context: Context, meshes
             except RuntimeError as error:
                 reason = first_line(error)
             reason = context.first_reason(reason)
-        if reason is not None or found is None:
-            return row.without("failed", (reason or "another rank failed",))
-        return row.measured(found, converted[0].reason)
+        if found is None or reason is not None:
+            return of_row(status="failed", reasons=(reason or "another rank failed",))
+        return of_row(status="measured", reason=converted[0].reason, **found)
     finally:
         for one in converted:
             one.destroy()
@@ -88,16 +92,6 @@ def measure_backend(options: StepOptions, backend: str, context: Context, meshes
         gc.collect()
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class _Measured:
-    seconds: tuple[float, ...]
-    moe_seconds: tuple[float, ...]
-    moe_forwards: int
-    losses: tuple[float, ...]
-    peak_bytes: int | None
-    load_max_over_mean: float
 
 
 def _build(
@@ -121,11 +115,14 @@ def _build(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if on_gpu else None
     shard(model, meshes, model.blocks, mp_policy=policy)
     model.to_empty(device=context.device)
-    initialise(model, options.seed * context.num_ranks + context.rank)
+    initialize(model, options.seed * context.num_ranks + context.rank)
     return model
 
 
-def _train(model: Transformer, converted: Converted, options: StepOptions, context: Context) -> _Measured:
+def _train(
+    model: Transformer, converted: Converted, options: StepOptions, context: Context
+) -> dict[str, Any]:
+    """The measured fields of a row."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
     generator = torch.Generator(context.device).manual_seed(1000 + context.rank)
     size = (1, options.model.sequence + 1)
@@ -160,12 +157,24 @@ def _train(model: Transformer, converted: Converted, options: StepOptions, conte
                 seconds.append(context.maximum(elapsed))
                 inside.append(context.maximum(spent))
     peak = int(context.maximum(torch.cuda.max_memory_allocated(context.device))) if on_gpu else None
-    mean = torch.stack(losses).tolist()
-    if not all(abs(value) < float("inf") for value in mean):
-        raise RuntimeError(f"the loss is not finite: {mean}")
+    numbers = torch.stack(losses).tolist()
+    if not all(map(math.isfinite, numbers)):
+        raise RuntimeError(f"the loss is not finite: {numbers}")
     load = float(meter.max_over_mean().mean())
     meter.close()
-    return _Measured(tuple(seconds), tuple(inside), forwards, tuple(mean), peak, load)
+    mean, on_rank = sum(seconds) / len(seconds), options.model.with_layers(options.num_layers)
+    stated = peak_flops(torch.cuda.get_device_name(context.device)) if on_gpu else None
+    return {
+        "seconds": mean,
+        "steps_s": tuple(seconds),
+        "tokens_per_s": on_rank.sequence / mean,
+        "mfu": on_rank.flops(on_rank.sequence) / mean / stated if stated else None,
+        "peak_bytes": peak,
+        "moe_seconds": sum(inside) / len(inside),
+        "moe_forwards": forwards,
+        "load_max_over_mean": load,
+        "losses": tuple(numbers),
+    }
 
 
 class _Clock:
@@ -216,60 +225,6 @@ def _timed(converted: Converted, context: Context) -> Iterator[_Clock]:
     finally:
         for executor in executors:
             del executor.forward, executor.backward
-
-
-@dataclass(frozen=True)
-class _Row:
-    options: StepOptions
-    backend: str
-    context: Context
-
-    def measured(self, found: _Measured, reason: str) -> StepRow:
-        mean = sum(found.seconds) / len(found.seconds)
-        shape = self.options.model.with_layers(self.options.num_layers)
-        peak = (
-            peak_flops(torch.cuda.get_device_name(self.context.device))
-            if self.context.device.type == "cuda"
-            else None
-        )
-        return self._row(
-            status="measured",
-            reason=reason,
-            seconds=mean,
-            steps_s=found.seconds,
-            tokens_per_s=shape.sequence / mean,
-            mfu=shape.flops(shape.sequence) / mean / peak if peak else None,
-            peak_bytes=found.peak_bytes,
-            moe_seconds=sum(found.moe_seconds) / len(found.moe_seconds),
-            moe_forwards=found.moe_forwards,
-            load_max_over_mean=found.load_max_over_mean,
-            losses=found.losses,
-        )
-
-    def without(self, status: str, reasons: tuple[str, ...]) -> StepRow:
-        return self._row(status=status, reasons=reasons)
-
-    def _row(self, **values: Any) -> StepRow:
-        options = self.options
-        return StepRow(
-            **{
-                "kind": "step",
-                "model": options.model.name,
-                "layers": options.num_layers,
-                "model_layers": options.model.num_layers,
-                "sequence": options.model.sequence,
-                "num_ranks": self.context.num_ranks,
-                "ep_size": options.ep_size,
-                "backend": self.backend,
-                "precision": options.precision,
-                "reserved_sms": options.num_reserved_sms,
-                **dict.fromkeys(_UNLESS_MEASURED),
-                "steps_s": (),
-                "losses": (),
-                "reasons": (),
-                **values,
-            }
-        )
 
 
 def _reasons(error: mega_moe.BackendRefusedError, backend: str) -> tuple[str, ...]:

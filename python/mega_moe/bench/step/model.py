@@ -103,7 +103,7 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int) -> None:
     """Set what this rank holds: norms 1, matrices N(0, 1/fan-in). The same for the same seed and sharding."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)

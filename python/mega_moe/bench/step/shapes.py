@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 _STATE_BYTES = 16
 # A gathered block: bf16 weights, and its gradients in bf16 before and fp32 after they are reduced.
 _GATHERED_BYTES = 8
-# Rows of the MoE layer that are alive at once, each of H + 2I bf16 numbers: inputs, products and gradients of both.
+# Rows of the MoE layer that are alive at once, each of H + 2I bf16 numbers: inputs, GEMM outputs and gradients of both.
 _LIVE_ROWS = 8
 # What the allocator and NCCL keep alongside it.
 _USABLE = 0.85
 
-# Dense bf16 products of one GPU in FLOP/s, as its maker states them; by a word of the device's name.
+# Dense bf16 peak of one GPU in FLOP/s, as its maker states it, by a word of the device's name.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12}
 
 
@@ -48,7 +48,7 @@ class Model:
 
     def flops(self, tokens: int) -> float:
         """Of one training step on ``tokens`` tokens: forward and twice that for the backward, nothing recomputed."""
-        # A token attends to half of its sequence on average; scores and their product with the values.
+        # A token attends to half of its sequence on average; scores and their GEMM with the values.
         attention = 2 * self.attention_parameters + 2 * self.sequence * self.num_heads * self.head_dim
         experts = 6 * self.top_k * self.hidden * self.intermediate + 2 * self.hidden * self.num_experts
         head = 2 * self.hidden * self.vocab_size
