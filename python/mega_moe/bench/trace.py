@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mega_moe._backends import facts
+from mega_moe._backends.choice import facts
 from mega_moe.bench.environment import describe
 from mega_moe.bench.kernel_ranks import KernelRanks, Options, why_not
 from mega_moe.bench.ranks import Context

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mega_moe._backends import facts
-from mega_moe._backends.facts import RankFacts, Variant
+from mega_moe._backends.choice import facts
+from mega_moe._backends.choice.facts import RankFacts, Variant
 from mega_moe.bench import kernel_ranks, main, trace
 from mega_moe.bench.ranks import Context
 from mega_moe.bench.shapes import SHAPES

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mega_moe._backends.tables import plain_tables
+from mega_moe.testing.tables import plain_tables
 from mega_moe.bench.kernel_ranks import KernelRanks, Options
 from mega_moe.bench.trace_events import KINDS, Kind, State, Trace, event_name, kinds_in, row_block, tile
 
