@@ -223,19 +223,8 @@ def tests(session: nox.Session) -> None:
             f"torch.compile needs Python.h, not found in {headers}: install python3-dev or its like"
         )
     # The group `build` too: some gates configure the C++ sources themselves.
-    tools = (
-        "build",
-        "lint",
-        "types",
-        "layers",
-        "docs",
-        "check-wheel",
-        "index",
-        "targets",
-        "trainers",
-        "torchtitan",
-    )
-    gates(session, "torch", "test", *tools)
+    tools = "build lint types layers docs check-wheel index targets trainers torchtitan"
+    gates(session, "torch", "test", *tools.split())
     build = build_environment(session)
     use, wheel = installed(session, extra="[demo]", wheel=build_wheel(build))
     run_lint(use)

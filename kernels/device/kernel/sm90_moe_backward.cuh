@@ -23,11 +23,6 @@ namespace mega_moe::device {
 template <class C>
 __device__ __forceinline__ void sm90_moe_backward(const layout::BackwardParams& p, std::byte* raw) {
     static_assert(sm90::KernelBudget<C>::kFits);
-    static_assert(
-        C::kBlockN == layout::kGradientColumns && 2 * C::kBlockM == layout::kGradientRows,
-        "block_m, block_n: a cluster's tile of wgrad is layout::kGradientRows x layout::kGradientColumns");
-    static_assert(C::kGateUpColumns == layout::kDtopkColumns,
-                  "block_n: a part of dtopk is of layout::kDtopkColumns = block_n / 2 columns");
     const typename C::Smem shared(raw);
     if (ptx::thread_id() == 0) shared.init_barriers();
     Tracer<C::kTrace> routing(p.trace, TraceRole::kLoad, ptx::thread_id() == 0);
@@ -37,6 +32,12 @@ __device__ __forceinline__ void sm90_moe_backward(const layout::BackwardParams& 
         return;
     }
     routing.end(TraceKind::kRoute, 0, 0, 0);
+    // The roles below count on it.
+    static_assert(
+        C::kBlockN == layout::kGradientColumns && 2 * C::kBlockM == layout::kGradientRows,
+        "block_m, block_n: a cluster's tile of wgrad is layout::kGradientRows x layout::kGradientColumns");
+    static_assert(C::kGateUpColumns == layout::kDtopkColumns,
+                  "block_n: a part of dtopk is of layout::kDtopkColumns = block_n / 2 columns");
     const auto warp = static_cast<int>(ptx::thread_id()) / 32;
     const bool first_lane = ptx::thread_id() % 32 == 0;
     const auto cta = static_cast<int>(ptx::cluster_rank());
