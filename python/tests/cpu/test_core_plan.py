@@ -393,3 +393,14 @@ def test_other_backends_refuse_dw_in_fp8_with_its_precision(backend: str) -> Non
 def test_an_unknown_dw_precision() -> None:
     with pytest.raises(ValueError, match="dw_precision: got 'int8', want one of bf16, fp8"):
         MoEBuffer(**SIZES, precision="fp8", dw_precision="int8")
+
+
+def test_what_users_see_of_a_buffer() -> None:
+    with MoEBuffer(**SIZES, backend="grouped") as buffer:
+        shown = {name for name in dir(buffer) if not name.startswith("_")}
+    request = {"num_experts", "max_tokens_per_rank", "top_k", "hidden", "intermediate", "precision"}
+    request |= {"num_local_experts", "dw_precision", "scale_format"}
+    choice = {"backend", "reason", "explanation", "dtypes", "router", "router_reason"}
+    call = {"activation", "device", "rank", "num_ranks", "save_gate_up", "saved_nbytes"}
+    methods = {"check", "destroy", "nbytes", "reuse_weight_copies", "weights_changed"}
+    assert shown == request | choice | call | methods

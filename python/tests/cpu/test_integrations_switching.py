@@ -297,7 +297,7 @@ def test_layers_on_two_devices_get_a_buffer_each(monkeypatch: pytest.MonkeyPatch
 
         def __init__(self, group: Any, *, device: torch.device, **options: Any) -> None:
             super().__init__(group, device="cpu", **options)
-            self._device = device
+            self.device = device
             made.append(device)
 
     monkeypatch.setattr(module, "MoEBuffer", Elsewhere)
