@@ -11,6 +11,7 @@ import datetime
 import math
 import pickle
 import time
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,10 @@ class GroupControl(Control):
             dist.distributed_c10d._get_default_store(),
             f"mega_moe/{group.group_name}/{_built[group.group_name]}",
         )
-        self._group: Any = self._connect(datetime.timedelta(seconds=self.timeout))
+        self._group: list[Any] = [self._connect(datetime.timedelta(seconds=self.timeout))]
+        # Gloo's threads must end before the interpreter does: C++ aborts the process where one outlives it, as with a
+        # buffer in a module's global. A finalizer runs with its object or at exit, whichever comes first.
+        self._close_group = weakref.finalize(self, self._group.clear)
 
     def exchange(self, header: Tensor, what: str) -> Tensor:
         if self._failed:
@@ -89,7 +93,7 @@ class GroupControl(Control):
         start = time.monotonic()
         gathered = torch.empty(self.size, header.numel(), dtype=header.dtype)
         try:
-            self._group.allgather([list(gathered)], [header]).wait()
+            self._group[0].allgather([list(gathered)], [header]).wait()
         except RuntimeError as error:
             waited = time.monotonic() - start
             head = f"rank {self.rank} of {self.size}: {what}: exchange {self._step} of this buffer"
@@ -108,7 +112,7 @@ class GroupControl(Control):
 
     def close(self) -> None:
         self._failed = self._failed or "the buffer was destroyed"
-        self._group = None
+        self._close_group()
 
     def _connect(self, limit: datetime.timedelta) -> Any:
         start = time.monotonic()
