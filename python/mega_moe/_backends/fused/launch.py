@@ -193,4 +193,4 @@ def in_order(device: torch.device, lane: int = 0) -> Iterator[None]:
 
 def _new_record() -> Tensor:
     # Pinned: the device writes it, and the host reads it without a wait.
-    return torch.zeros(faults.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+    return torch.zeros(faults.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
