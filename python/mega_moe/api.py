@@ -36,7 +36,7 @@ def moe(
     Args:
         x: tokens ``[T, H]``, T <= max_tokens_per_rank; T may be 0 and may differ between ranks.
         topk_idx: global expert ids ``[T, K]``, int32 or int64; -1 masks a slot.
-        topk_weights: routing weights ``[T, K]``, fp32 or bf16 (or x's dtype); used as given, never normalised.
+        topk_weights: routing weights ``[T, K]``, fp32 or bf16 (or x's dtype); used as given, never normalized.
         w_gate_up: ``[E_local, 2I, H]`` in x's dtype: I gate rows, then I up rows, of this rank's experts.
         w_down: ``[E_local, H, I]`` in x's dtype.
         buffer: built once for this shape; its backend serves the call.

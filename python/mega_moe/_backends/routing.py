@@ -42,5 +42,5 @@ def routing_of(summary: Tensor, num_ranks: int, num_local: int) -> Routing:
 
 
 def new_summary(num_ranks: int, num_local: int, device: torch.device) -> Tensor:
-    """What a launch fills, not initialised."""
+    """What a launch fills, not initialized."""
     return torch.empty(2 + num_ranks + 3 * num_local + 2, dtype=torch.int32, device=device)

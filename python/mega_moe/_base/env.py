@@ -7,7 +7,7 @@ import os
 VARIABLES: dict[str, str] = {
     "MEGA_MOE_BACKEND": "backend that every buffer built with backend='auto' must use (a refusal raises)",
     "MEGA_MOE_STRICT": "1: raise instead of falling back when the fused backend is refused",
-    "MEGA_MOE_DEBUG": "1: report a bad expert id in the call that holds it; costs a host synchronisation",
+    "MEGA_MOE_DEBUG": "1: report a bad expert id in the call that holds it; costs a host synchronization",
     "MEGA_MOE_BUILD_KERNELS": "builds only; 0: compile nothing, the package then has the plain backends alone",
     "MEGA_MOE_NIGHTLY": "builds only; YYYYMMDD: the wheel is of the version that comes, with .dev and this date",
     "MEGA_MOE_REQUIRE_GPU": "tests only; 1: a GPU test that cannot run fails instead of being skipped",

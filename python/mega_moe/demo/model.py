@@ -38,7 +38,7 @@ class ModelOutput(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped keys and values, normalised queries and keys, rotary positions."""
+    """Causal self-attention with grouped keys and values, normalized queries and keys, rotary positions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses K experts for each token; their softmax probabilities, normalised to sum one, are the weights."""
+    """Chooses K experts for each token; their softmax probabilities, normalized to sum one, are the weights."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Router(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the experts that the router chose, each on the normalised residual stream."""
+    """One layer: attention, then the experts that the router chose, each on the normalized residual stream."""
 
     def __init__(self, config: Config, num_local_experts: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def balance_loss(mean_prob_LE: Tensor, load_LE: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def initialise(model: LanguageModel, seed: int, first_expert: int) -> None:
+def initialize(model: LanguageModel, seed: int, first_expert: int) -> None:
     """Set all weights from `seed`, alike on every device and for every spreading of the experts over ranks.
 
     Each matrix, and each expert by its global id, has a random stream of its own. `first_expert` is the global id of

@@ -13,7 +13,7 @@ from mega_moe import MoEBuffer
 from mega_moe.demo import checkpoint
 from mega_moe.demo.config import Config
 from mega_moe.demo.corpus import Corpus, training_batch, validation_batches
-from mega_moe.demo.model import LanguageModel, balance_loss, initialise
+from mega_moe.demo.model import LanguageModel, balance_loss, initialize
 from mega_moe.demo.parallel import Ranks, clip_gradients, is_expert, local, shard
 
 # Relative L2 change from which a weight counts as moved. One Adam step at the first learning rate of the warm-up is
@@ -64,7 +64,7 @@ class Trainer:
         num_local_experts = config.num_experts // ranks.ep_size
         self.first_expert = ranks.expert_rank * num_local_experts
         self.model = LanguageModel(config, num_local_experts).to(ranks.device)
-        initialise(self.model, config.seed, self.first_expert)
+        initialize(self.model, config.seed, self.first_expert)
         for block in self.model.layers():
             block.experts.attach(self.buffer)
         shard(self.model, ranks)
@@ -122,7 +122,7 @@ class Trainer:
         return float(self.ranks.sum(total)) / (len(batches) * self.config.tokens_per_step)
 
     def weights_moved(self) -> dict[str, Any]:
-        """Relative change since initialisation: of each layer's router, and of each layer's least moved expert."""
+        """Relative change since initialization: of each layer's router, and of each layer's least moved expert."""
         routers, experts = {}, {}
         for name, parameter in self.parameters.items():
             before, now = self.initial[name], local(parameter.detach())

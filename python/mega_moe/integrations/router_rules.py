@@ -62,7 +62,7 @@ def rule_of(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> 
                 fits.append((float((got - weights.float()).abs().sum()), rule))
     if not fits:
         raise ValueError(
-            f"{type(router).__name__}: its weights are neither softmax nor sigmoid of its logits, normalised or not, "
+            f"{type(router).__name__}: its weights are neither softmax nor sigmoid of its logits, normalized or not, "
             f"with or without {', '.join(_FACTORS)}; give an adapter with a reroute() of its own"
         )
     best = min(fits)[1]

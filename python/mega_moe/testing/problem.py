@@ -64,7 +64,7 @@ def random_problem(
     counts: list[int] | None = None,
     seed: int = 0,
 ) -> Problem:
-    """Distinct random experts per token, softmax weights that are normalised over the slots.
+    """Distinct random experts per token, softmax weights that are normalized over the slots.
 
     ``masked``: share of slots set to -1. ``counts``: rows of each expert instead of random ids (then tokens = their sum
     and top_k = 1).

@@ -65,7 +65,7 @@ def train(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-# One of each way of routing: softmax, normalised or not, sigmoid with a correction; with shared experts or without.
+# One of each way of routing: softmax, normalized or not, sigmoid with a correction; with shared experts or without.
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "MiniMaxM2"])
 def test_forward_and_backward_agree(kind: str) -> None:
     model = build(kind)

@@ -15,7 +15,7 @@ from mega_moe.demo.model import (
     LanguageModel,
     Router,
     balance_loss,
-    initialise,
+    initialize,
     rotary_table,
     rotate,
 )
@@ -28,7 +28,7 @@ CONFIG = small()
 @pytest.fixture
 def model() -> Iterator[LanguageModel]:
     made = LanguageModel(CONFIG, CONFIG.num_experts)
-    initialise(made, seed=0, first_expert=0)
+    initialize(made, seed=0, first_expert=0)
     torch.nn.init.normal_(made.head.weight)  # it starts at zero, where every prediction is alike
     with MoEBuffer(
         None,
@@ -99,15 +99,15 @@ def test_attention_equals_a_loop_over_heads_and_positions() -> None:
     x = torch.randn(1, length, CONFIG.hidden, dtype=torch.float64)
     cos, sin = (t.double() for t in rotary_table(length, CONFIG, x.device))
 
-    def normalised(v: Tensor, gain: Tensor) -> Tensor:
+    def normalized(v: Tensor, gain: Tensor) -> Tensor:
         return v / (v.square().mean(dim=-1, keepdim=True) + CONFIG.norm_eps).sqrt() * gain
 
     heads = []
     for head in range(CONFIG.num_heads):
         shared = head // (CONFIG.num_heads // CONFIG.num_kv_heads)  # the key/value head of this query head
         mine, theirs = slice(head * size, (head + 1) * size), slice(shared * size, (shared + 1) * size)
-        q = rotate(normalised(x[0] @ attention.q_proj.weight[mine].T, attention.q_norm.weight), cos, sin)
-        k = rotate(normalised(x[0] @ attention.k_proj.weight[theirs].T, attention.k_norm.weight), cos, sin)
+        q = rotate(normalized(x[0] @ attention.q_proj.weight[mine].T, attention.q_norm.weight), cos, sin)
+        k = rotate(normalized(x[0] @ attention.k_proj.weight[theirs].T, attention.k_norm.weight), cos, sin)
         v = x[0] @ attention.v_proj.weight[theirs].T
         rows = [(q[s] @ k[: s + 1].T / size**0.5).softmax(dim=0) @ v[: s + 1] for s in range(length)]
         heads.append(torch.stack(rows))
@@ -155,7 +155,7 @@ def test_balance_loss_is_one_where_even_and_e_where_one_expert_has_all() -> None
 def test_weights_do_not_depend_on_how_the_experts_are_spread() -> None:
     def built(num_local_experts: int, first_expert: int, seed: int = 3) -> LanguageModel:
         made = LanguageModel(CONFIG, num_local_experts)
-        initialise(made, seed, first_expert)
+        initialize(made, seed, first_expert)
         return made
 
     whole, upper, other = built(8, 0), built(4, 4), built(8, 0, seed=4)
@@ -169,7 +169,7 @@ def test_weights_do_not_depend_on_how_the_experts_are_spread() -> None:
 
 def test_first_prediction_is_uniform() -> None:
     made = LanguageModel(CONFIG, CONFIG.num_experts)
-    initialise(made, seed=0, first_expert=0)
+    initialize(made, seed=0, first_expert=0)
     assert not made.head.weight.any()
 
 

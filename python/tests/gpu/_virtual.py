@@ -152,7 +152,7 @@ def random_ids(
 
 
 def kernel_tables(kernels: KernelRank, routing: Routing) -> Tables:
-    """Copies of the tables of the last launch, whose result ``routing`` is. Synchronises with the device."""
+    """Copies of the tables of the last launch, whose result ``routing`` is. Synchronizes with the device."""
     torch.cuda.synchronize(kernels.device)
     layout, workspace = workspace_layout(kernels.shape), kernels.memory[1]
     num_local = kernels.shape.num_local_experts

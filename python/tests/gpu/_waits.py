@@ -13,7 +13,7 @@ import torch
 def synchronising_is_an_error() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        # Each change of the mode warns that it does not see all synchronising calls yet.
+        # Each change of the mode warns that it does not see all synchronizing calls yet.
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
         try:
             torch.cuda.set_sync_debug_mode("error")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from mega_moe.bench.step.model import Adapter, Transformer, initialise
+from mega_moe.bench.step.model import Adapter, Transformer, initialize
 from mega_moe.bench.step.shapes import Model
 from mega_moe.integrations import DispatchConfig, clip_grad_norm_, convert, make_meshes, shard
 from mega_moe.testing import count_op_calls
@@ -32,7 +32,7 @@ def build(ep_size: int, backend: str, device: torch.device) -> nn.Module:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     with torch.device(device):
         model = Transformer(SHAPE)
-    initialise(model, 0)  # before it is sharded: whole, and the same on all ranks
+    initialize(model, 0)  # before it is sharded: whole, and the same on all ranks
     meshes = make_meshes(device.type, ep_size)
     config = DispatchConfig(backend=backend, max_tokens_per_rank=SHAPE.sequence)
     convert(model, config, mesh=meshes.expert, adapters=[Adapter()], dtype=dtype)

@@ -90,7 +90,7 @@ def test_alignment(cuda_device: torch.device, num_ranks: int) -> None:
 
 @RANKS
 def test_weights_scale_their_slots(cuda_device: torch.device, num_ranks: int) -> None:
-    """Nothing is normalised: powers of two and signs of the weights pass through every rounding exactly."""
+    """Nothing is normalized: powers of two and signs of the weights pass through every rounding exactly."""
     layer = layer_of(cuda_device, num_ranks)
     ranks = new_ranks(cuda_device, layer)
     want = ranks.forward(layer)

@@ -190,5 +190,5 @@ def write_canaries(memory: Tensor, layout: Layout) -> None:
 
 
 def broken_canaries(memory: Tensor, layout: Layout) -> list[tuple[int, int]]:
-    """Gaps of ``layout`` that something wrote into. Synchronises with the device."""
+    """Gaps of ``layout`` that something wrote into. Synchronizes with the device."""
     return [(a, b) for a, b in layout.gaps() if not bool((memory[a:b] == CANARY).all())]
