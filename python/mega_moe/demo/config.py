@@ -7,7 +7,7 @@ from typing import Any
 
 _MAY_BE_ZERO = frozenset({"seed", "balance_coefficient", "minutes"})
 
-# Fields that a resumed run may set anew: how long it runs and what it tells. The rest makes it the run that it is.
+# Fields that a resumed run may change: how long it runs and what it reports. The rest identifies the run.
 RESUMABLE = frozenset({"steps", "minutes", "eval_sequences", "log_every", "eval_every", "checkpoint_every"})
 
 
