@@ -20,13 +20,13 @@ binding/check.cpp               <ATen/ATen.h>                   not of torch's s
 binding/check.cpp               <Python.h>                      not of torch's stable ABI
 binding/check.cpp               <torch/csrc/autograd/edge.h>    not of torch's stable ABI
 host/select.cpp                 ../device/common/macros.cuh     a relative path
-include/mega_moe/route.h        layout/tiles.h                include may not know layout
+include/mega_moe/route.h        layout/tiles.h                  include may not know layout
 include/mega_moe/route.h        <cuda_runtime_api.h>            include may see the standard library alone
-layout/tiles.h                <cuda.h>                        layout may see the standard library alone
+layout/tiles.h                  <cuda.h>                        layout may see the standard library alone
 device/comm/wait.cuh            <cutlass/cutlass.h>             may see the standard library alone
-device/dispatch/source.cuh   mega_moe/status.h               may not know mega_moe
-device/dispatch/source.cuh   host/variant.h                  may not know host
-device/dispatch/source.cuh   device/kernel/sm90_route.cuh    may not know device/kernel
+device/dispatch/source.cuh      mega_moe/status.h               may not know mega_moe
+device/dispatch/source.cuh      host/variant.h                  may not know host
+device/dispatch/source.cuh      device/kernel/sm90_route.cuh    may not know device/kernel
 device/dispatch/source.cuh      device/sm90/smem.cuh            may not know device/sm90
 device/dispatch/source.cuh      device/combine/combine.cuh      may not know device/combine
 device/combine/sum_rows.cuh     device/dispatch/pull.cuh        may not know device/dispatch
@@ -40,8 +40,8 @@ device/schedule/record.cuh      device/ptx/wgmma.cuh            the tensor core 
 device/sm100/new.cuh            device/ptx/wgmma.cuh            the tensor core of device/sm90
 device/sm100/new.cuh            device/sm90/smem.cuh            may not know device/sm90
 device/extra/new.cuh            device/ptx/e4m3.cuh             has no place in the order
-layout/tiles.h                device/common/macros.cuh        layout may not know device/common
-layout/tiles.h                mega_moe/route.h                layout may not know mega_moe
+layout/tiles.h                  device/common/macros.cuh        layout may not know device/common
+layout/tiles.h                  mega_moe/route.h                layout may not know mega_moe
 """
 ROWS = [line.split(maxsplit=2) for line in PLANTED.strip().splitlines()]
 
@@ -72,13 +72,13 @@ def test_refuses_cycles_and_an_empty_folder(tmp_path: Path) -> None:
 
 
 FORBIDDEN = [
-    ("binding/stage.cpp", "device/ptx/fence.cuh"),
-    ("binding/stage.cpp", "host/select.h"),
-    ("binding/stage.cpp", "layout/tiles.h"),
-    ("binding/stage.cpp", "cuda_runtime_api.h"),
-    ("host/stage.cpp", "torch/csrc/stable/tensor.h"),
-    ("host/stage.cpp", "binding/ops.h"),
-    ("host/stage.cpp", "device/ptx/fence.cuh"),
+    ("binding/route.cpp", "device/ptx/fence.cuh"),
+    ("binding/route.cpp", "host/select.h"),
+    ("binding/route.cpp", "layout/tiles.h"),
+    ("binding/route.cpp", "cuda_runtime_api.h"),
+    ("host/route.cpp", "torch/csrc/stable/tensor.h"),
+    ("host/route.cpp", "binding/ops.h"),
+    ("host/route.cpp", "device/ptx/fence.cuh"),
 ]
 
 
