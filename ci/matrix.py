@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import tables
+import document_tables
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -170,7 +170,7 @@ def faults(matrix: Matrix, root: Path = ROOT) -> list[str]:
         if sorted(flavour.architectures) != compiled:
             listed = f"{flavour.architectures} for {flavour.label}"
             found.append(f"kernels/variants.toml: compiles for {compiled}, matrix.toml lists {listed}")
-    return found + tables.sync(root, "matrix", table(matrix))
+    return found + document_tables.sync(root, "matrix", table(matrix))
 
 
 def main(arguments: list[str]) -> int:
@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> int:
         case ["pythons"]:
             print(json.dumps(matrix.pythons))
         case ["write"]:
-            tables.sync(ROOT, "matrix", table(matrix), write=True)
+            document_tables.sync(ROOT, "matrix", table(matrix), write=True)
         case ["check"]:
             wrong = faults(matrix)
             print(*wrong, f"matrix: {len(matrix.wheels())} wheels, {len(wrong)} faults", sep="\n")

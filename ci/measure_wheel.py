@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import tables
+import document_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 5
@@ -115,7 +115,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true", help="refuse a document whose table is another")
     given = parser.parse_args(arguments)
     if given.check or given.write:
-        found = tables.sync(root, "wheel", table(root), given.write)
+        found = document_tables.sync(root, "wheel", table(root), given.write)
         print(*found, f"measure_wheel: {len(found)} faults", sep="\n")
         return 1 if found else 0
     if given.wheel is None or given.result is None:
