@@ -142,7 +142,7 @@ def table(matrix: Matrix) -> str:
     ]
     head = ["label", "CUDA", "driver", "GPU architectures", "platforms", "glibc"]
     return (
-        f"{tables.markdown(head, rows)}\n"
+        f"{document_tables.markdown(head, rows)}\n"
         f"Python {matrix.pythons[0]} or newer, torch {matrix.torch_floor} or newer, no upper limit.\n"
         f"Before a wheel is published, its CPU tests run on Python {', '.join(matrix.pythons)}, "
         f"and its GPU tests with torch {', '.join(matrix.torch_tested)}.\n"

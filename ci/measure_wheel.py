@@ -99,7 +99,7 @@ def table(root: Path) -> str:
         measured, name = f"{one['device']}, {one['date']}", f"{one['version']}, `{one['wheel_sha256'][:12]}`"
         size, first = f"{one['wheel_bytes'] / 1e6:.2f} MB", f"{first} ({one['backend']})"
         rows.append([measured, one["torch"], name, size, imported, loaded, first, second])
-    return tables.markdown(head, rows)
+    return document_tables.markdown(head, rows)
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
