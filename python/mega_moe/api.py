@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mega_moe._backends.choice.decide import check_name
 from mega_moe._backends.choice.explanation import Explanation, forecast, wanted, wanted_strict
@@ -12,6 +13,7 @@ from mega_moe._backends.choice.request import Request
 from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import Activation, as_activation
 from mega_moe._base.layer import LayerInputs
+from mega_moe._ops import flops
 from mega_moe._ops import layer as _layer  # registers the operators
 from mega_moe.buffer import MoEBuffer
 
@@ -55,6 +57,8 @@ def moe(
 
     Raises:
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
+        NotImplementedError: inside a transform of torch.func, or for tangents of forward-mode differentiation; and from
+            a second derivative.
         PeerError: another rank refused its call or runs another one. To the fused backend a backward with x or
             topk_weights frozen on some ranks only is another one; other backends compute the gradients for all ranks.
 
@@ -65,8 +69,11 @@ def moe(
     """
     inputs = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down)
     try:
+        if not torch.compiler.is_compiling():
+            flops.register()
+            _refuse_transforms(inputs)
         act = _check(inputs, buffer, activation, activation_clamp, backend, grad_buffers)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         if not torch.compiler.is_compiling() and isinstance(buffer, MoEBuffer):
             buffer._refuse(error, x.shape[0] if isinstance(x, Tensor) and x.dim() else 0)
         raise
@@ -148,6 +155,19 @@ def explain(
     )
     where = default_device(None) if device is None else as_device(device)
     return forecast(request, [collect(where)], wanted(backend), wanted_strict(None))
+
+
+def _refuse_transforms(inputs: LayerInputs) -> None:
+    # Without these the operators would see the transform's wrappers, and a tangent would be zero without a word.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            "mega_moe.moe: transforms of torch.func (grad, vjp, jvp, vmap and the like) are not supported; use "
+            "torch.autograd, one backward a call"
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        raise NotImplementedError(
+            "mega_moe.moe: forward-mode differentiation is not supported; use torch.autograd, one backward a call"
+        )
 
 
 def _check(

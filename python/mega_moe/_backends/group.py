@@ -91,7 +91,7 @@ class GroupControl(Control):
             raise MegaMoEError(f"the ranks of this buffer lost one another earlier: {self._failed}")
         self._step += 1
         start = time.monotonic()
-        gathered = torch.empty(self.size, header.numel(), dtype=header.dtype)
+        gathered = torch.empty(self.size, header.numel(), dtype=header.dtype, device="cpu")
         try:
             self._group[0].allgather([list(gathered)], [header]).wait()
         except RuntimeError as error:
@@ -106,7 +106,7 @@ class GroupControl(Control):
 
     def gather(self, value: Any, what: str) -> list[Any]:
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self.exchange(torch.tensor([packed.numel()]), what)[:, 0].tolist()
+        lengths = self.exchange(torch.tensor([packed.numel()], device="cpu"), what)[:, 0].tolist()
         rows = self.exchange(torch.nn.functional.pad(packed, (0, max(lengths) - packed.numel())), what)
         return [pickle.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths)]
 

@@ -7,6 +7,7 @@ layer itself runs a second time. `run_saving` is one node: what it keeps, gate a
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -170,8 +171,7 @@ def _all_gradients(
     ctx: Any, dy: Tensor, tensors: Sequence[Tensor], saved: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """For every input of `save` or `run_saving`."""
-    needed = ctx.needs_input_grad
-    needs = [needed[0], needed[2], needed[3], needed[4]]
+    needs = [_is_asked_for(ctx, i) for i in (0, 2, 3, 4)]
     into = ctx.into
     ops = torch.ops.mega_moe
     # A gradient can be an expanded or transposed view; the backends read dense rows.
@@ -189,12 +189,40 @@ def _all_gradients(
     return dx, None, dtopk, dw1, dw2, *(None,) * (ctx.num_inputs - 5)
 
 
+def _is_asked_for(ctx: Any, i: int) -> bool:
+    """Whether this pass computes the gradient of input ``i``: a pass for some inputs only leaves the others out."""
+    if not ctx.needs_input_grad[i]:
+        return False
+    # The engine's own answer has no public name. needs_input_grad says what a whole backward would need.
+    ask = getattr(torch._C, "_will_engine_execute_node", None)
+    if ask is None or torch.compiler.is_compiling():
+        return True
+    try:
+        return bool(ask(ctx.next_functions[i][0]))
+    except RuntimeError:  # a leaf that torch.autograd.grad was given: the engine answers for others only
+        return True
+
+
 def _run_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.num_inputs = len(inputs)
+    ctx.shapes = [(i, t.shape, t.dtype) for i, t in enumerate(inputs) if i and isinstance(t, Tensor)]
 
 
 def _run_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return (dy, *(None,) * (ctx.num_inputs - 1))
+    grads: list[Tensor | None] = [dy, *[None] * (ctx.num_inputs - 1)]
+    if _in_compiled_autograd():
+        # It adds up what the two nodes say of an input, and takes no None for nothing.
+        for i, shape, dtype in ctx.shapes:
+            if ctx.needs_input_grad[i]:
+                grads[i] = dy.new_zeros([1] * len(shape), dtype=dtype).expand(shape)
+    return tuple(grads)
+
+
+def _in_compiled_autograd() -> bool:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and bool(
+        compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+    )
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
@@ -220,6 +248,4 @@ torch.library.register_autograd("mega_moe::run", _run_backward, setup_context=_r
 torch.library.register_autograd(
     "mega_moe::run_saving", _run_saving_backward, setup_context=_run_saving_context, lib=_library
 )
-torch.library.register_autograd(
-    "mega_moe::backward", _no_double_backward, setup_context=_run_context, lib=_library
-)
+torch.library.register_autograd("mega_moe::backward", _no_double_backward, lib=_library)

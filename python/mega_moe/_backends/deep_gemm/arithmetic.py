@@ -68,13 +68,13 @@ class DeepGemmArithmetic(Arithmetic):
 
     def _layout(self, counts: list[int], device: torch.device) -> _Layout:
         # On the CPU, where the counts are, and copied over in one go each.
-        rows = torch.tensor(counts)
+        rows = torch.tensor(counts, device="cpu")
         sizes = (rows + self._gemms.alignment - 1) // self._gemms.alignment * self._gemms.alignment
         starts = sizes.cumsum(0) - sizes
         before = rows.cumsum(0) - rows
-        expert = torch.arange(len(counts)).repeat_interleave(rows)
-        place = starts[expert] + torch.arange(len(expert)) - before[expert]
-        group = torch.full((int(sizes.sum()),), -1, dtype=torch.int32)
+        expert = torch.arange(len(counts), device="cpu").repeat_interleave(rows)
+        place = starts[expert] + torch.arange(len(expert), device="cpu") - before[expert]
+        group = torch.full((int(sizes.sum()),), -1, dtype=torch.int32, device="cpu")
         group[place] = expert.to(torch.int32)
         padding = (group < 0).nonzero()[:, 0]
         return _Layout(

@@ -50,7 +50,7 @@ def receive_plan(tokens: Tensor, counts: Tensor, rank: int) -> ReceivePlan:
         return ReceivePlan(None, mine[0].tolist(), [tokens.numel()])
     num_local = mine.shape[1]
     # Built on the CPU, where the counts are: repeat_interleave with counts on the device would synchronize again.
-    expert = torch.arange(num_local).repeat(num_ranks).repeat_interleave(mine.reshape(-1))
+    expert = torch.arange(num_local, device="cpu").repeat(num_ranks).repeat_interleave(mine.reshape(-1))
     key = expert.to(tokens.device, non_blocking=True) * (1 << 32) + tokens
     return ReceivePlan(torch.argsort(key, stable=True), mine.sum(0).tolist(), mine.sum(1).tolist())
 

@@ -112,7 +112,7 @@ class PlainExecutor:
     def refuse(self, error: Exception, num_tokens: int = 0) -> None:
         """Let the other ranks, which are at or on their way to this call, raise PeerError with ``error``."""
         if self.control.size > 1:
-            self._agree({"phase": "forward"}, 0, torch.zeros(self.request.num_experts), error)
+            self._agree({"phase": "forward"}, 0, torch.zeros(self.request.num_experts, device="cpu"), error)
 
     def _begin(self, phase: str, inputs: LayerInputs, activation: Activation, needs: int) -> _Call:
         x, topk_idx, topk_weights = inputs[:3]
@@ -139,7 +139,7 @@ class PlainExecutor:
             )
         call = {"phase": phase, "dtype": x.dtype, "activation": activation.kind}
         call |= {"clamp": activation.clamp, "alpha": activation.alpha}
-        everyone, union = self._agree(call, needs, torch.tensor(totals), refusal)
+        everyone, union = self._agree(call, needs, torch.tensor(totals, device="cpu"), refusal)
         return _Call(ids, topk_weights.to(wide(x.dtype)), everyone, union)
 
     def _agree(
@@ -150,7 +150,8 @@ class PlainExecutor:
         what = f"{call['phase']} call {self._call}"
         call["call"] = self._call
         digest = int.from_bytes(hashlib.sha256(repr(call).encode()).digest()[:7], "big")
-        row = torch.cat((torch.tensor([int(refusal is not None), digest, needs]), counts.to(torch.int64)))
+        head = torch.tensor([int(refusal is not None), digest, needs], device="cpu")
+        row = torch.cat((head, counts.to(torch.int64)))
         rows = self.control.exchange(row, what)
         refused, digests, everyones_needs = rows[:, :3].T.tolist()
         if any(refused):

@@ -61,7 +61,7 @@ def _by_rows(left: Tensor, right: Tensor, counts: list[int]) -> Tensor:
 
 
 def _ends(counts: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(counts).cumsum(0).to(device, torch.int32)
+    return torch.tensor(counts, device="cpu").cumsum(0).to(device, torch.int32)
 
 
 def _has_grouped_gemm(rows: Tensor) -> bool:

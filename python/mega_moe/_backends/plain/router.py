@@ -62,7 +62,7 @@ class TorchRouter:
         sizes = self._agree(len(ids), error)
         if self._control.size == 1:
             return [ids]
-        row = torch.full((max(sizes), ids.shape[1]), -1, dtype=torch.int64)
+        row = torch.full((max(sizes), ids.shape[1]), -1, dtype=torch.int64, device="cpu")
         row[: len(ids)] = ids.cpu()
         rows = self._control.exchange(row.reshape(-1), f"routing call {self._call}")
         return [
