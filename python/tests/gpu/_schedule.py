@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mega_moe.testing.tables import plain_tables
 from mega_moe.bench.kernel_ranks import KernelRanks, Options
 from mega_moe.bench.trace_events import KINDS, Kind, State, Trace, event_name, kinds_in, row_block, tile
+from mega_moe.testing.tables import plain_tables
 
 BLOCK_ROWS = 64  # rows of an expert that one event of a math warpgroup is about
 PART_ROWS = 16384  # rows of an expert that a gradient's tile sums at once
