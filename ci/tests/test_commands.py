@@ -150,6 +150,6 @@ def test_a_plugin_that_warns_where_tests_run_in_parallel_is_left_out(tmp_path: P
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
 def test_gpu_suite_fails_without_a_gpu(wheel: Path) -> None:
-    result = call_test_wheel("gpu", wheel, "-k", "test_clock_probe", "-p", "no:cacheprovider")
+    result = call_test_wheel("gpu", wheel, "-k", "test_clock_of_a_busy_region", "-p", "no:cacheprovider")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "MEGA_MOE_REQUIRE_GPU=1: needs 1 CUDA device(s)" in result.stdout
