@@ -64,7 +64,8 @@ class MoEBuffer:
         num_reserved_sms: SMs that the fused kernels leave to others: NCCL's blocks, where it runs on another stream.
         save_gate_up: 0 (default): the fused backward recomputes gate and up. Above 0 each forward that autograd
             records saves them, ``saved_nbytes(T)`` bytes a call, for so many times the T K rows of a balanced routing,
-            and the backward recomputes the rows beyond that. No bit of a result depends on it. 1 (True) covers every
+            and the backward recomputes the rows beyond that. No bit of a result depends on it, except in "fp8_bwd",
+            whose saved rows are the forward's bf16 and whose other rows are recomputed in fp8. 1 (True) covers every
             row of a balanced routing, and with EP=1 of any. Other backends are not affected.
         arrival_timeout: seconds to wait for a rank that has not reached a call; default: the group's time-out.
         progress_timeout: seconds that a kernel waits for anything else, once all ranks have reached the call.
@@ -212,7 +213,7 @@ class MoEBuffer:
 
     @property
     def save_gate_up(self) -> float:
-        """The share in use, in steps of 1/1024; 0 where the fused kernels do not serve both directions in bf16."""
+        """The share in use, in steps of 1/1024; 0 where the fused kernels do not serve both directions."""
         return self._live().saved_rows.share
 
     def saved_nbytes(self, num_tokens: int) -> int:

@@ -34,6 +34,9 @@ struct Sm90Fp8BackwardConfig
                                                     Tracer<Trace>& tracer) {
         sm90::Fp8BackwardMath<Sm90Fp8BackwardConfig>(p, shared).run(tracer);
     }
+
+    static_assert(!Facts::kSavesGateUp || Facts::kGateUpColumns == layout::kSavedColumns,
+                  "block_n: saved gate and up are laid out by layout::kSavedColumns = block_n / 2 columns");
 };
 
 // Recompute, dz and dx in e4m3: x and dy travel in bf16 and are quantized as they arrive, dz as it is stored,

@@ -37,6 +37,8 @@ struct Sm90Fp8ForwardConfig
     static_assert(
         Facts::kGateUpColumns == layout::kQuantGroup,
         "block_n: h is quantized by groups of layout::kQuantGroup = block_n / 2 columns, a tile at a time");
+    static_assert(!Facts::kSavesGateUp || Facts::kGateUpColumns == layout::kSavedColumns,
+                  "block_n: saved gate and up are laid out by layout::kSavedColumns = block_n / 2 columns");
     static_assert(Facts::kStages <= layout::kScaleBlocks * (layout::kXScaleBuffers - 1) + 1,
                   "stages: scale factors of x are loaded over those of k-blocks whose stages are released, "
                   "stages <= kScaleBlocks * (kXScaleBuffers - 1) + 1");

@@ -30,11 +30,12 @@ class BackwardLoader {
             ptx::fence_proxy_async_global();
             tracer.end(wait_kind(t.kind), t.chunk, t.expert, trace_index(t, 0));
             if (t.kind == kDzTile) {
+                const bool recomputes = !C::kSavesGateUp || (t.flags & kSaved) == 0;
                 if constexpr (C::kFp8) {
-                    load_quantized(t, gate_up_operands(t));
+                    if (recomputes) load_quantized(t, gate_up_operands(t));
                     load_quantized(t, dh_operands(t));
                 } else {
-                    if (!C::kSavesGateUp || (t.flags & kSaved) == 0) load_gate_up(t);
+                    if (recomputes) load_gate_up(t);
                     load_da(t);
                 }
             } else if (t.kind == kDxTile) {

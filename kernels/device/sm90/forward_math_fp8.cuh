@@ -5,6 +5,7 @@
 #include "device/schedule/record.cuh"
 #include "device/sm90/epilogue/activate.cuh"
 #include "device/sm90/epilogue/quantize_rows.cuh"
+#include "device/sm90/epilogue/saved_gate_up.cuh"
 #include "device/sm90/epilogue/store_rows.cuh"
 #include "device/sm90/stages_fp8.cuh"
 #include "layout/scale_runs.h"
@@ -64,6 +65,12 @@ __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams
     }
     const float weight[2] = {__shfl_sync(ptx::kAllLanes, lane_weight, lane / 4),
                              __shfl_sync(ptx::kAllLanes, lane_weight, lane / 4 + 8)};
+    if constexpr (C::kSavesGateUp) {
+        if (layout::is_saved(t.slot, p.saved.slots))
+            save_gate_up(d, p.saved.memory + layout::saved_offset(
+                                                 t.slot + first_row, t.column / layout::kSavedColumns,
+                                                 p.intermediate / layout::kSavedColumns, math_warp % 4, lane));
+    }
     with_activation(p.activation, [&](const auto& act) { activate_tile<false>(act, d, weight); });
     const std::int64_t run =
         layout::scale_run(t.pool_row, t.column_block, p.intermediate / layout::kQuantGroup);

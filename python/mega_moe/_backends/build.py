@@ -76,8 +76,7 @@ def build(
     saved, copies, prequantized = SavedRows(), None, None
     if isinstance(executor, FusedExecutor) and kernels is not None:
         mode, copies = kernels.shape.mode, executor.weight_copies
-        # The backward in fp8 recomputes gate and up in fp8.
-        saved = SavedRows.of(kernels.shape, saved_share) if mode.backward == "bf16" else saved
+        saved = SavedRows.of(kernels.shape, saved_share) if mode.has_backward else saved
         prequantized = PrequantizedLayer(kernels) if mode.forward == mode.backward == "fp8" else None
     router = TorchRouter(request, control) if kernels is None else kernels
     return Session(executor, router, reason, saved, copies, prequantized)

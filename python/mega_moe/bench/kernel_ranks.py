@@ -82,8 +82,7 @@ def why_not(options: Options, device: torch.device) -> list[str]:
     (fused,) = (verdict for verdict in verdicts if verdict.backend == "fused")
     # A note says that something else serves the backward.
     stand_in = [] if options.direction == "forward" or fused.note is None else [fused.note]
-    keeps = options.saved > 0 and options.precision != "bf16"
-    return [*fused.reasons, *stand_in, *(["gate and up are kept in bf16 alone"] if keeps else [])]
+    return [*fused.reasons, *stand_in]
 
 
 def prepare_process() -> None:

@@ -74,9 +74,16 @@ def with_exact_gate_and_up(layer: Layer) -> Layer:
 
 
 def emulated_gradients(
-    layer: Layer, dy: Sequence[Tensor], shape: Shape | None = None, power_of_two: bool = False
+    layer: Layer,
+    dy: Sequence[Tensor],
+    shape: Shape | None = None,
+    power_of_two: bool = False,
+    saved: bool = False,
 ) -> EmulatedGradients:
-    """``shape``: of the buffers, which says of what and in which chunks weights' gradients are made; None: of bf16."""
+    """``shape``: of the buffers, which says of what and in which chunks weights' gradients are made; None: of bf16.
+
+    ``saved``: gate and up of every row are those of a forward in bf16.
+    """
     in_fp8 = shape is not None and shape.mode.wgrad == "fp8"
     one = layer.as_one_rank()
     x, ids, weights, all_dy = one.x[0], one.ids[0], one.weights[0], torch.cat(list(dy))
@@ -108,6 +115,7 @@ def emulated_gradients(
             "fp8" if in_fp8 else "bf16",
             power_of_two=power_of_two,
             block_gemm=block_product_of(layer.device),
+            recompute="bf16" if saved else None,
         )
         got = arithmetic.backward(
             x[at],
@@ -208,7 +216,8 @@ def _compared(value: Tensor, like: Tensor, exact: Tensor, rows: int) -> str | No
 
 
 class Judge:
-    """A layer and the gradients of its results with what they are measured by; ``shape``: as `emulated_gradients`."""
+    """A layer and the gradients of its results with what they are measured by; ``shape``, ``saved``: as
+    `emulated_gradients` has them."""
 
     def __init__(
         self,
@@ -216,10 +225,11 @@ class Judge:
         dy: Sequence[Tensor],
         shape: Shape | None = None,
         power_of_two: bool = False,
+        saved: bool = False,
     ) -> None:
         self._layer = layer
         self._exact = exact_gradients(layer, dy)
-        self._emulation = emulated_gradients(layer, dy, shape, power_of_two)
+        self._emulation = emulated_gradients(layer, dy, shape, power_of_two, saved)
 
     def assert_right(self, got: Sequence[Gradients]) -> None:
         where = difference(self._layer, got, self._exact, self._emulation)

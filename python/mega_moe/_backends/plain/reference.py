@@ -52,10 +52,13 @@ class ReferenceArithmetic(Arithmetic):
         *,
         power_of_two: bool = False,
         block_gemm: quantize.BlockGemm = quantize.exact_block_gemm,
+        recompute: str | None = None,
     ) -> None:
+        """``recompute``: precision of gate and up in the backward, if not the backward's own."""
         blockwise = _BlockwiseGemm(power_of_two, block_gemm)
         self._forward = blockwise if precision == "fp8" else _Gemm()
         self._backward = _Gemm() if precision == "bf16" else blockwise
+        self._recompute = _Gemm() if recompute == "bf16" else self._backward
         self._dw_in_fp8, self._power_of_two = dw_precision == "fp8", power_of_two
         self._block_gemm = block_gemm
 
@@ -82,16 +85,15 @@ class ReferenceArithmetic(Arithmetic):
         dw2 = x.new_zeros(experts.down.shape, dtype=dw_dtype) if needs.w_down else None
         for expert, rows in _blocks(experts.counts):
             gate_up, down = experts.gate_up[expert], experts.down[expert]
-            z = gemm.multiply(gemm.encode(x[rows], dtype), gate_up).to(dtype)
+            z = self._recompute.multiply(self._recompute.encode(x[rows], dtype), gate_up).to(dtype)
             dh = gemm.multiply(gemm.encode(dy[rows], dtype), down.T)
             grads = activate_backward(z, weight[rows], dh, experts.activation, rounded_sigmoid)
+            dz = grads.dz.to(dtype)
             if dw is not None:
                 dw[rows] = grads.dw
             if dx is not None:
-                dx[rows] = gemm.multiply(gemm.encode(grads.dz, dtype), gate_up.T).to(dtype)
+                dx[rows] = gemm.multiply(gemm.encode(dz, dtype), gate_up.T).to(dtype)
             if dw1 is not None:
-                # The e4m3 GEMM reads dz before it is rounded, as dgrad does.
-                dz = grads.dz if self._dw_in_fp8 else grads.dz.to(dtype)
                 dw1[expert] = self._outer(dz, x[rows], dtype).to(dw_dtype)
             if dw2 is not None:
                 dw2[expert] = self._outer(dy[rows], grads.h.to(dtype), dtype).to(dw_dtype)
