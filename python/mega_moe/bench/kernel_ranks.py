@@ -110,7 +110,9 @@ class _Inputs:
             backward = options.direction == "backward"
             copies = (
                 made.of(problem.w_gate_up.detach(), codes=True, transposed=backward),
-                made.of(problem.w_down.detach(), codes=not backward, transposed=backward),
+                made.of(
+                    problem.w_down.detach(), codes=not backward or options.saved > 0, transposed=backward
+                ),
             )
         return cls(
             LayerInputs(
