@@ -13,6 +13,11 @@ __device__ __forceinline__ uint4 load_stream(const void* address) {
     return v;
 }
 
+// Brings a line of 128 bytes into L2.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ __forceinline__ void store(void* address, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)
@@ -21,10 +26,6 @@ __device__ __forceinline__ void store(void* address, uint4 v) {
 
 __device__ __forceinline__ void store(void* address, uint2 v) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.x), "r"(v.y) : "memory");
-}
-
-__device__ __forceinline__ void store(float* address, float a, float b) {
-    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b) : "memory");
 }
 
 __device__ __forceinline__ void store(float* address, float a) {

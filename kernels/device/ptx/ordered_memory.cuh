@@ -69,8 +69,11 @@ __device__ __forceinline__ void add_release_gpu(uint32_t* address, uint32_t v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
 
-__device__ __forceinline__ void add_relaxed_gpu(float* address, float a, float b) {
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b)
+// Four fp32 numbers, given by their bits.
+__device__ __forceinline__ void add_relaxed_gpu(void* address, uint4 v) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+                 "f"(__uint_as_float(v.x)), "f"(__uint_as_float(v.y)), "f"(__uint_as_float(v.z)),
+                 "f"(__uint_as_float(v.w))
                  : "memory");
 }
 

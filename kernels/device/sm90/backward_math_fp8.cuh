@@ -109,7 +109,8 @@ class Fp8BackwardMath {
         __syncwarp();
     }
 
-    // Gate and up, recomputed or as the forward saved them, the gradient of h, and from these in registers dz, h and a part of dtopk.
+    // Gate and up, recomputed or as the forward saved them, the gradient of h, and from these in registers
+    // dz, h and a part of dtopk.
     __device__ __forceinline__ void dz_tile(Tracer<C::kTrace>& tracer) {
         const bool saved = C::kSavesGateUp && (record().flags & kSaved) != 0;
         if (record().rows <= first_row()) {
@@ -126,12 +127,7 @@ class Fp8BackwardMath {
         trace_wait(tracer);
         std::uint32_t gate[32], up[32];
         if (saved) {
-            const BackwardTile& t = record();
-            load_gate_up(p.saved.memory + layout::saved_offset(t.slot + first_row(),
-                                                               t.column / layout::kSavedColumns,
-                                                               p.intermediate / layout::kSavedColumns,
-                                                               math_warp_ % 4, lane()),
-                         gate, up);
+            load_saved(gate, up);
         } else {
             float z[128];
             multiply(z, record().k_blocks);
@@ -155,71 +151,91 @@ class Fp8BackwardMath {
         trace_end(TraceKind::kStoreDz, t, tracer);
     }
 
+    // Zeros beyond the last row, where the forward left what its padding made.
+    __device__ __forceinline__ void load_saved(std::uint32_t (&gate)[32], std::uint32_t (&up)[32]) const {
+        const BackwardTile& t = record();
+        load_gate_up(p.saved.memory +
+                         layout::saved_offset(t.slot + first_row(), t.column / layout::kSavedColumns,
+                                              p.intermediate / layout::kSavedColumns, math_warp_ % 4, lane()),
+                     gate, up);
+        if constexpr (C::kFp8Wgrad) {
+            const int last = t.rows - warp_row() - lane() / 4;
+            const std::uint32_t mask[2] = {last > 0 ? 0xFFFFFFFFu : 0, last > 8 ? 0xFFFFFFFFu : 0};
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                gate[i] &= mask[i % 2];
+                up[i] &= mask[i % 2];
+            }
+        }
+    }
+
     __device__ __forceinline__ std::uint32_t* dz_done(const BackwardTile& t) const {
         return p.counters + p.dz_done + (t.slot + first_row()) / layout::kRowBlock;
     }
 
-    // Of the thread's two rows: what keep_weights kept, and all ones for a row that the tile has, else 0.
-    __device__ __forceinline__ void row_weights(const BackwardTile& t, float (&weight)[2],
-                                                std::uint32_t (&mask)[2], int lane) const {
+    __device__ __forceinline__ void store_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
+                                             const std::uint32_t (&up)[32], float (&dh)[64]) {
+        const int lane = static_cast<int>(ptx::lane_id_anew());
+        // Wait for the copy that last read the buffer.
+        if (lane == 0) ptx::bulk_wait_read<0>();
+        float weight[2];
+        std::uint32_t mask[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = lane / 4 + 8 * i;
-            mask[i] = warp_row() + row < t.rows ? 0xFFFFFFFFu : 0;
-            weight[i] = ptx::load_shared(shared.store_scales(math_warp_) + row * 4);
+            const int row = warp_row() + lane / 4 + 8 * i;
+            mask[i] = row < t.rows ? 0xFFFFFFFFu : 0;
+            weight[i] = ptx::load_shared(shared.store_scales(math_warp_) + (lane / 4 + 8 * i) * 4);
         }
-    }
-
-    // Replaces gate and up by their gradients.
-    __device__ __forceinline__ void store_dz(const BackwardTile& t, std::uint32_t (&gate)[32],
-                                             std::uint32_t (&up)[32], const float (&dh)[64]) {
-        const int lane = static_cast<int>(ptx::lane_id_anew());
-        // Wait for the copy that last read the buffer.
-        if (lane == 0) ptx::bulk_wait_read<0>();
-        float weight[2];
-        std::uint32_t mask[2];
-        row_weights(t, weight, mask, lane);
         const int row = t.pool_row + warp_row();
         float dw[2] = {};
+        float du[64];
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
-            std::uint32_t h[16];
-            std::uint32_t* dg = gate + 16 * block;
-            std::uint32_t* du = up + 16 * block;
+            std::uint32_t words[16];
+            float* dg_block = dh + 32 * block;
+            float* du_block = du + 32 * block;
             with_activation(p.activation, [&](const auto& act) {
-                activation_backward_bf16(act, dg, du, h, dh + 32 * block, weight, mask, dw);
+                activation_backward_fp32(act, gate + 16 * block, up + 16 * block, words, dg_block, du_block,
+                                         weight, mask, dw);
             });
             const int column = t.column + block * 64;
-            store_words(h, p.h_pool, p.intermediate, column, row);
-            store_words(dg, p.dz_pool, 2 * p.intermediate, column, row);
-            store_words(du, p.dz_pool, 2 * p.intermediate, p.intermediate + column, row);
+            store_words(words, p.h_pool, p.intermediate, column, row);
+            round_block(words, dg_block, mask);
+            store_words(words, p.dz_pool, 2 * p.intermediate, column, row);
+            round_block(words, du_block, mask);
+            store_words(words, p.dz_pool, 2 * p.intermediate, p.intermediate + column, row);
         }
         store_dtopk(t, dw, row, lane);
-        if (p.needs_dx) store_codes({gate, up}, t, row);
+        if (p.needs_dx) store_codes(dh, du, t, row);
     }
-    // Without bf16: codes of 128 rows for wgrad, and of each row for dx.
-    __device__ __forceinline__ void store_quantized_dz(const BackwardTile& t, std::uint32_t (&gate)[32],
-                                                       std::uint32_t (&up)[32], const float (&dh)[64]) {
+    // Without bf16: codes of 128 rows for wgrad, and of each row for dx. Padding rows of x and dy are zeros,
+    // so these are zero too.
+    __device__ __forceinline__ void store_quantized_dz(const BackwardTile& t, const std::uint32_t (&gate)[32],
+                                                       const std::uint32_t (&up)[32], float (&dh)[64]) {
         const int lane = static_cast<int>(ptx::lane_id_anew());
         // Wait for the copy that last read the buffer.
         if (lane == 0) ptx::bulk_wait_read<0>();
         float weight[2];
-        std::uint32_t mask[2];
-        row_weights(t, weight, mask, lane);
-        __syncwarp();
-        float dw[2] = {};
-        std::uint32_t h[32];
-        with_activation(p.activation, [&](const auto& act) {
 #pragma unroll
-            for (int block = 0; block < 2; ++block)
-                activation_backward_bf16(act, gate + 16 * block, up + 16 * block, h + 16 * block,
-                                         dh + 32 * block, weight, mask, dw);
-        });
+        for (int i = 0; i < 2; ++i)
+            weight[i] = ptx::load_shared(shared.store_scales(math_warp_) + (lane / 4 + 8 * i) * 4);
+        __syncwarp();
+        constexpr std::uint32_t kAll[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
+        float dw[2] = {};
+        float du[64];
+        std::uint32_t h[32];
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+            with_activation(p.activation, [&](const auto& act) {
+                activation_backward_fp32(act, gate + 16 * block, up + 16 * block, h + 16 * block,
+                                         dh + 32 * block, du + 32 * block, weight, kAll, dw);
+            });
+        }
         const int row = t.pool_row + warp_row();
         store_dtopk(t, dw, row, lane);
         const int warps = t.rows > layout::kRowBlock ? C::kMathWarps : C::kMathWarps / 2;
-        GradientOperands<C>(p, shared, t, math_warp_, warps).store_dz(gate, up, h, t.column);
-        if (p.needs_dx) store_codes({gate, up}, t, row);
+        GradientOperands<C>(p, shared, t, math_warp_, warps).store_dz(dh, du, h, t.column);
+        if (p.needs_dx) store_codes(dh, du, t, row);
     }
     __device__ __forceinline__ void store_dtopk(const BackwardTile& t, float (&dw)[2], int row, int lane) {
         if (!p.needs_dtopk) return;
@@ -234,6 +250,12 @@ class Fp8BackwardMath {
                            dw[i]);
         }
     }
+    static __device__ __forceinline__ void round_block(std::uint32_t (&words)[16], const float* d,
+                                                       const std::uint32_t (&mask)[2]) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            words[i] = ptx::convert_bf16x2(d[2 * i], d[2 * i + 1]) & mask[i % 2];
+    }
     __device__ __forceinline__ void store_words(const std::uint32_t* words, std::byte* pool, int columns,
                                                 int column, int row) {
         const int lane = static_cast<int>(ptx::lane_id_anew());
@@ -242,21 +264,24 @@ class Fp8BackwardMath {
         store_block_directly([&] { stage_words(words, buffer, lane); }, pool + row * row_bytes + column * 2,
                              row_bytes, buffer, lane);
     }
-    __device__ __forceinline__ void store_codes(const TwoGroups& dz, const BackwardTile& t, int row) {
+    // Quantized straight from fp32. Padding rows are garbage; they reach only padding rows of dx.
+    __device__ __forceinline__ void store_codes(float (&dg)[64], float (&du)[64], const BackwardTile& t,
+                                                int row) {
         const int lane = static_cast<int>(ptx::lane_id_anew());
         const std::int64_t row_bytes = 2 * p.intermediate;
         const std::uint32_t buffer = shared.store_buffer(math_warp_);
         std::byte* first = p.dz_codes + row * row_bytes + t.column;
-        const GroupScale own = scale_of_two_groups(dz, p.rounding, lane);
-#pragma unroll
-        for (int group = 0; group < 2; ++group)
-            store_block_directly([&] { stage_group(dz, group, own, buffer, lane); },
-                                 first + group * p.intermediate, row_bytes, buffer, lane);
+        float factor[2][2];
+        const float scale = factors_of_two_groups(dg, du, factor, p.rounding, lane);
+        store_block_directly([&] { stage_codes(dg, factor[0], buffer, lane); }, first, row_bytes, buffer,
+                             lane);
+        store_block_directly([&] { stage_codes(du, factor[1], buffer, lane); }, first + p.intermediate,
+                             row_bytes, buffer, lane);
         const int column = t.column + lane / 2 % 2 * p.intermediate;
         ptx::store(reinterpret_cast<float*>(p.dz_scales) +
                        layout::scale_at(row + lane / 4 + lane % 2 * 8, column / layout::kQuantGroup,
                                         2 * p.intermediate / layout::kQuantGroup),
-                   own.scale);
+                   scale);
     }
 
     __device__ __forceinline__ void dx_tile(Tracer<C::kTrace>& tracer) {

@@ -133,12 +133,21 @@ __device__ __forceinline__ void multiply_quantized(float (&sums)[Columns], const
                                                    const RowScales& row_scales, int math_warp, int lane) {
     [[maybe_unused]] const std::uint32_t zero = ptx::opaque_zero();
     QuantizedStages<C, RowScales, Stored> stages{shared, stage, signal, row_scales, math_warp / 4, lane};
-    PartialSums partial;
+    if constexpr (Columns == 64) {
+        float partial[32];
 #pragma unroll
-    for (int i = 0; i < 64; ++i)
-        partial[i / 32][i % 32] = 0.0f;
-    while (stages.k_block < k_blocks)
-        multiply_blocks<1>(sums, partial, zero, stages);
+        for (int i = 0; i < 32; ++i)
+            partial[i] = 0.0f;
+        while (stages.k_block < k_blocks)
+            multiply_block_in_turn(sums, partial, zero, stages);
+    } else {
+        PartialSums partial;
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+            partial[i / 32][i % 32] = 0.0f;
+        while (stages.k_block < k_blocks)
+            multiply_blocks<1>(sums, partial, zero, stages);
+    }
 }
 
 }  // namespace mega_moe::device::sm90

@@ -26,10 +26,10 @@ class GradientOperands {
 
     // Stores a tile of dz as its warpgroups hold it: gradients of gate and up, and h. No copy may still
     // read the warps' buffers, as below.
-    __device__ __forceinline__ void store_dz(const std::uint32_t (&dg)[32], const std::uint32_t (&du)[32],
+    __device__ __forceinline__ void store_dz(const float (&dg)[64], const float (&du)[64],
                                              const std::uint32_t (&h)[32], int column) const {
-        store_column_maxima(WordValues{dg}, buffer(), lane_);
-        store_column_maxima(WordValues{du}, buffer() + kColumns * 4, lane_);
+        store_column_maxima(FloatValues{dg}, buffer(), lane_);
+        store_column_maxima(FloatValues{du}, buffer() + kColumns * 4, lane_);
         share_largest(h, 0);
         sync();
         find_factors(2 * kColumns, [&](int at) {
@@ -41,8 +41,8 @@ class GradientOperands {
                            layout::GradientScales::of_block(column / layout::kTransposedEdge),
                        h_scale);
         sync();
-        store(WordValues{dg}, column_factors(0), p.dz_pool, column, 2 * p.intermediate);
-        store(WordValues{du}, column_factors(kColumns), p.dz_pool, p.intermediate + column,
+        store(FloatValues{dg}, column_factors(0), p.dz_pool, column, 2 * p.intermediate);
+        store(FloatValues{du}, column_factors(kColumns), p.dz_pool, p.intermediate + column,
               2 * p.intermediate);
         store(WordValues{h}, one_factor(h_scale), p.h_pool, column, p.intermediate);
     }

@@ -5,6 +5,7 @@
 #include "device/common/two_nans.cuh"
 #include "device/ptx/bf16x2.cuh"
 #include "device/ptx/global_memory.cuh"
+#include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/ordered_memory.cuh"
 #include "device/schedule/backward_tile.cuh"
 #include "device/sm90/epilogue/store_rows.cuh"
@@ -30,6 +31,83 @@ __device__ __forceinline__ void for_pairs(float (&d)[128], bool both_halves, con
     }
 }
 
+// One warp's 16 rows x 32 columns of fp32, `put(address, v)` by `put`: whole lines, through its buffer, which
+// no copy may still read. `first` is the first row's.
+template <class Put>
+__device__ __forceinline__ void put_floats(const float* d, std::byte* first, std::int64_t row_bytes,
+                                           std::uint32_t buffer, int lane, const Put& put) {
+    // Of a row's 16-byte chunks: the half of a warp that stores at once meets each bank once.
+    const auto chunk_at = [&](int row, int chunk) {
+        return buffer + row * 128 + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
+    };
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            ptx::store_shared(chunk_at(lane / 4 + 8 * half, 2 * i + lane % 4 / 2) + lane % 2 * 8,
+                              float2{d[4 * i + 2 * half], d[4 * i + 2 * half + 1]});
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = 4 * i + lane / 8;
+        put(first + row * row_bytes + lane % 8 * 16, ptx::load_shared_vector(chunk_at(row, lane % 8)));
+    }
+}
+
+// One warp's 16 rows x 64 `Blocks` columns are added to bf16 in memory, with one rounding. Whole lines,
+// through its buffer.
+template <int Blocks>
+__device__ __forceinline__ void add_rows(float* d, std::byte* first, std::int64_t row_bytes,
+                                         std::uint32_t buffer, int lane) {
+    uint4 old[4];
+    const auto load = [&](int block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            old[i] = ptx::load_relaxed_gpu(reinterpret_cast<const uint4*>(
+                first + (4 * i + lane / 8) * row_bytes + block * 128 + lane % 8 * 16));
+    };
+    load(0);
+#pragma unroll
+    for (int block = 0; block < Blocks; ++block) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = 4 * i + lane / 8;
+            ptx::store_shared(buffer + row * 128 + ((lane % 8 ^ row % 8) << 4), old[i]);
+        }
+        if (block + 1 < Blocks) load(block + 1);
+        __syncwarp();
+        // As stage_block lays it out.
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            std::uint32_t words[4];
+            ptx::ldmatrix_x4(buffer + lane % 16 * 128 + ((i + lane / 16) ^ (lane % 8)) * 16, words);
+            float* e = d + 32 * block + 4 * i;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                e[2 * j] += ptx::low_bf16(words[j]);
+                e[2 * j + 1] += ptx::high_bf16(words[j]);
+            }
+        }
+        store_block_directly([&] { stage_block(d + 32 * block, buffer, lane); }, first + block * 128,
+                             row_bytes, buffer, lane);
+    }
+}
+
+// By one warp, ahead of the tile's GEMM: the old values that store_gradient will add to, into L2.
+__device__ __forceinline__ void prefetch_gradient(const layout::BackwardParams& p, const BackwardTile& t,
+                                                  int warp_row, int lane) {
+    if (!p.accumulate) return;
+    const layout::GradientTarget& g = t.kind == kDownGradient ? p.dw_down : p.dw_gate_up;
+    const int element = p.gradients_are_fp32 ? 4 : 2;
+    const int row_bytes = min(256, g.columns - t.column) * element;
+    const std::int64_t row = std::int64_t{t.expert} * g.rows + t.row + warp_row;
+    const std::byte* first = g.out + (row * g.columns + t.column) * element;
+    for (int at = lane * 128; at < 16 * row_bytes; at += 32 * 128)
+        ptx::prefetch_line(first + at / row_bytes * (std::int64_t{g.columns} * element) + at % row_bytes);
+}
+
 // By one warp, whose rows of the tile start at `warp_row`.
 __device__ __forceinline__ void store_gradient(const layout::BackwardParams& p, const BackwardTile& t,
                                                float (&d)[128], int warp_row, std::uint32_t buffer,
@@ -37,48 +115,51 @@ __device__ __forceinline__ void store_gradient(const layout::BackwardParams& p, 
     const bool down = t.kind == kDownGradient;
     const layout::GradientTarget& g = down ? p.dw_down : p.dw_gate_up;
     const bool both_halves = t.column + 128 < g.columns;
+    if (lane == 0) ptx::bulk_wait_read<0>();
     if ((t.flags & kAllNan) != 0) {
 #pragma unroll
         for (int i = 0; i < 128; ++i)
             d[i] = __uint_as_float(kTwoNans);
     }
-    // Where the thread's first pair lies in the expert's matrix.
-    const std::int64_t at = std::int64_t{t.row + warp_row + lane / 4} * g.columns + t.column + lane % 4 * 2;
-    const std::int64_t eight_rows = std::int64_t{g.columns} * 8;
+    // Where the warp's first element lies in the expert's matrix.
+    const std::int64_t at = std::int64_t{t.row + warp_row} * g.columns + t.column;
+    const std::int64_t row_bytes = std::int64_t{g.columns} * 4;
     const std::int64_t out_at = std::int64_t{t.expert} * g.rows * g.columns + at;
     float* partial = g.partials + t.partial * p.partial_stride + at;
     const bool goes_on = (t.flags & kToPartials) != 0;
     const bool went_before = (t.flags & kFromPartials) != 0;
     if (p.gradients_are_fp32 || goes_on) {
         // An fp32 result accumulates in place between parts.
-        float* to = p.gradients_are_fp32 ? reinterpret_cast<float*>(g.out) + out_at : partial;
-        if (went_before || (p.gradients_are_fp32 && p.accumulate)) {
-            for_pairs(d, both_halves, [&](int row, int column, float& a, float& b) {
-                ptx::add_relaxed_gpu(to + row * eight_rows + column, a, b);
-            });
-        } else {
-            for_pairs(d, both_halves, [&](int row, int column, float& a, float& b) {
-                ptx::store(to + row * eight_rows + column, a, b);
-            });
-        }
+        auto* to = reinterpret_cast<std::byte*>(
+            p.gradients_are_fp32 ? reinterpret_cast<float*>(g.out) + out_at : partial);
+        const auto put_all = [&](const auto& put) {
+#pragma unroll
+            for (int block = 0; block < 8; ++block)
+                if (block < 4 || both_halves)
+                    put_floats(d + 16 * block, to + block * 128, row_bytes, buffer, lane, put);
+        };
+        if (went_before || (p.gradients_are_fp32 && p.accumulate))
+            put_all([](std::byte* at, uint4 v) { ptx::add_relaxed_gpu(at, v); });
+        else
+            put_all([](std::byte* at, uint4 v) { ptx::store(at, v); });
         return;
     }
     if (went_before) {
+        const float* own = partial + std::int64_t{lane / 4} * g.columns + lane % 4 * 2;
         for_pairs(d, both_halves, [&](int row, int column, float& a, float& b) {
-            const float2 before =
-                ptx::load_relaxed_gpu(reinterpret_cast<const float2*>(partial + row * eight_rows + column));
+            const float2 before = ptx::load_relaxed_gpu(
+                reinterpret_cast<const float2*>(own + row * 8 * std::int64_t{g.columns} + column));
             a += before.x;
             b += before.y;
         });
     }
     if (p.accumulate) {
-        const auto* out = reinterpret_cast<const std::uint16_t*>(g.out) + out_at;
-        for_pairs(d, both_halves, [&](int row, int column, float& a, float& b) {
-            const std::uint32_t before = ptx::load_relaxed_gpu(
-                reinterpret_cast<const std::uint32_t*>(out + row * eight_rows + column));
-            a += ptx::low_bf16(before);
-            b += ptx::high_bf16(before);
-        });
+        std::byte* to = g.out + out_at * 2;
+        if (both_halves)
+            add_rows<4>(d, to, row_bytes / 2, buffer, lane);
+        else
+            add_rows<2>(d, to, row_bytes / 2, buffer, lane);
+        return;
     }
     const layout::TensorMap* map = down ? &p.dw_down_store : &p.dw_gate_up_store;
     const int row = t.expert * g.rows + t.row + warp_row;

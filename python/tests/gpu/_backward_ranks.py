@@ -86,6 +86,7 @@ class BackwardRanks(ForwardRanks):
                 results[rank], _ = self.layers[rank].forward(
                     inputs_of(layer, rank),
                     Activation(clamp=layer.clamp),
+                    copies=self.forward_copies(rank, layer),
                     saved_gate_up=saved[rank],
                     delay_seed=delay_seed,
                 )

@@ -81,4 +81,25 @@ __device__ __forceinline__ void activation_backward_bf16(const Act& act, std::ui
                         });
 }
 
+// The gradients as fp32: of gate in place of `dh`, of up in `du`. `h_words` and `mask` as above.
+template <class Act>
+__device__ __forceinline__ void activation_backward_fp32(const Act& act, const std::uint32_t* gate,
+                                                         const std::uint32_t* up, std::uint32_t* h_words,
+                                                         float* dh, float* du_out, const float (&w)[2],
+                                                         const std::uint32_t (&mask)[2], float (&dw)[2]) {
+    activation_backward(act, gate, up, dh, w, dw,
+                        [&](int first, const float* dg, const float* du, const float* h) {
+#pragma unroll
+                            for (int i = 0; i < 4; i += 2) {
+                                const int word = (first + i) / 2;
+                                h_words[word] = ptx::convert_bf16x2(h[i], h[i + 1]) & mask[word % 2];
+                            }
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) {
+                                dh[first + i] = dg[i];
+                                du_out[first + i] = du[i];
+                            }
+                        });
+}
+
 }  // namespace mega_moe::device::sm90

@@ -2,7 +2,6 @@
 #include <cstdint>
 
 #include "device/common/group_scale.cuh"
-#include "device/ptx/bf16x2.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/e4m3.cuh"
 #include "device/ptx/fence.cuh"
@@ -63,9 +62,7 @@ __device__ __forceinline__ RowFactors row_factors(float* d, const float (&weight
 }
 
 // Codes to 2 KB of shared memory, in the 128-byte swizzle.
-//   Pairs: float2 operator()(int i), two neighboring columns: even pairs are of row lane / 4, odd ones of + 8
-template <class Pairs>
-__device__ __forceinline__ void stage_codes(const Pairs& pair, const float (&factor)[2], std::uint32_t buffer,
+__device__ __forceinline__ void stage_codes(const float* d, const float (&factor)[2], std::uint32_t buffer,
                                             int lane) {
     const int in_warp = lane / 4;
     const std::uint32_t at = buffer + in_warp * 128 + lane % 4 * 2;
@@ -73,11 +70,8 @@ __device__ __forceinline__ void stage_codes(const Pairs& pair, const float (&fac
     for (int i = 0; i < 64; i += 4) {
         // 16 bytes are two of the accumulators' blocks of 8 columns.
         const std::uint32_t to = (at ^ ((i / 8 ^ in_warp) << 4)) + i / 4 % 2 * 8;
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const float2 v = pair(i / 2 + row);
-            ptx::store_shared(to + row * 1024, ptx::convert_e4m3x2(v.x * factor[row], v.y * factor[row]));
-        }
+        ptx::store_shared(to, ptx::convert_e4m3x2(d[i] * factor[0], d[i + 1] * factor[0]));
+        ptx::store_shared(to + 1024, ptx::convert_e4m3x2(d[i + 2] * factor[1], d[i + 3] * factor[1]));
     }
 }
 
@@ -94,7 +88,7 @@ __device__ __forceinline__ void quantize_rows(float* d, const float (&weight)[2]
         ptx::store_shared(scale_buffer + lane, f.scale[0]);
         ptx::store_shared(scale_buffer + lane + 32, f.scale[1]);
     }
-    stage_codes([&](int i) { return float2{d[2 * i], d[2 * i + 1]}; }, f.factor, buffer, lane);
+    stage_codes(d, f.factor, buffer, lane);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
@@ -118,47 +112,34 @@ __device__ __forceinline__ float amax_of_fours(const float (&v)[4], int lane) {
                             __shfl_xor_sync(ptx::kAllLanes, upper ? pair[0] : pair[1], 2));
 }
 
-// Two groups of 128 columns of a warp's rows, in bf16: pairs of columns, even ones of row lane / 4, odd ones of
-// + 8.
-struct TwoGroups {
-    const std::uint32_t* words[2];
-};
-
-// The four lanes of a row find one scale factor each, of group lane / 2 % 2 and row lane / 4 + 8 (lane % 2).
-__device__ __forceinline__ GroupScale scale_of_two_groups(const TwoGroups& groups,
-                                                          layout::ScaleRounding rounding, int lane) {
-    float amax[4];
+// The thread's part of two groups of a row as quantize_rows takes them, without weights: the four lanes of a
+// row find one scale factor each, of group lane / 2 % 2 and row lane / 4 + 8 (lane % 2), which is returned.
+// Elements are lifted where their scale asks for that, and are to be multiplied by factor[group][row].
+__device__ __forceinline__ float factors_of_two_groups(float (&first)[64], float (&second)[64],
+                                                       float (&factor)[2][2], layout::ScaleRounding rounding,
+                                                       int lane) {
+    float amax[4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const std::uint32_t* words = groups.words[i / 2] + i % 2;
-        std::uint32_t largest = words[0];
-#pragma unroll
-        for (int j = 2; j < 32; j += 2)
-            largest = ptx::max_abs_nan_bf16x2(largest, words[j]);
-        amax[i] = ptx::max_abs_nan(ptx::low_bf16(largest), ptx::high_bf16(largest));
+    for (int i = 0; i < 64; ++i) {
+        amax[i / 2 % 2] = ptx::max_abs_nan(amax[i / 2 % 2], first[i]);
+        amax[2 + i / 2 % 2] = ptx::max_abs_nan(amax[2 + i / 2 % 2], second[i]);
     }
-    return make_group_scale(amax_of_fours(amax, lane), rounding);
-}
-
-// Codes of one of the groups to 2 KB of shared memory. `own` is the scale factor that the lane found.
-__device__ __forceinline__ void stage_group(const TwoGroups& groups, int group, const GroupScale& own,
-                                            std::uint32_t buffer, int lane) {
-    const std::uint32_t* words = groups.words[group];
-    float factor[2], lift[2];
+    const GroupScale own = make_group_scale(amax_of_fours(amax, lane), rounding);
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        factor[row] = __shfl_sync(ptx::kAllLanes, own.high, 2 * group + row, 4);
-        lift[row] = __shfl_sync(ptx::kAllLanes, own.lift, 2 * group + row, 4);
+    for (int i = 0; i < 4; ++i)
+        factor[i / 2][i % 2] = __shfl_sync(ptx::kAllLanes, own.high, i, 4);
+    if (ptx::any(own.lift != 1.0f)) {
+        float lift[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            lift[i] = __shfl_sync(ptx::kAllLanes, own.lift, i, 4);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            first[i] *= lift[i / 2 % 2];
+            second[i] *= lift[2 + i / 2 % 2];
+        }
     }
-    if (ptx::any(own.lift != 1.0f))
-        stage_codes(
-            [&](int i) {
-                return float2{ptx::low_bf16(words[i]) * lift[i % 2], ptx::high_bf16(words[i]) * lift[i % 2]};
-            },
-            factor, buffer, lane);
-    else
-        stage_codes([&](int i) { return float2{ptx::low_bf16(words[i]), ptx::high_bf16(words[i])}; }, factor,
-                    buffer, lane);
+    return own.scale;
 }
 
 }  // namespace mega_moe::device::sm90

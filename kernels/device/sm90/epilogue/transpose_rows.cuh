@@ -16,6 +16,12 @@
 //   Values: float operator()(int i, int row, int column), row and column 0 or 1
 namespace mega_moe::device::sm90 {
 
+struct FloatValues {
+    const float* d;
+    __device__ __forceinline__ float operator()(int i, int row, int column) const {
+        return d[4 * i + 2 * row + column];
+    }
+};
 // Pairs of columns as bf16: even words are of the first row, odd ones of the second.
 struct WordValues {
     const std::uint32_t* words;

@@ -85,4 +85,22 @@ __device__ __forceinline__ void multiply_blocks(float (&sums)[Columns], PartialS
     }
 }
 
+// sums += the scaled GEMM of one k-block with 128 columns, one pass at a time: half of the partial sums,
+// where registers are needed for more than MMAs.
+template <class Source>
+__device__ __forceinline__ void multiply_block_in_turn(float (&sums)[64], float (&partial)[32],
+                                                       std::uint32_t zero, Source& source) {
+    const StageOperands at = source.open();
+    BlockScales scales;
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+        start_pass<SwizzledRows>(partial, at.rows, at.columns + SwizzledRows::columns(pass), zero);
+        if (pass == 0) scales = source.scales();
+        ptx::wgmma_wait<0>();
+        if (pass == 1) source.close(1);
+        promote_pass(sums + 32 * pass, partial, scales.rows[0] * scales.columns[0],
+                     scales.rows[1] * scales.columns[0]);
+    }
+}
+
 }  // namespace mega_moe::device::sm90

@@ -88,12 +88,13 @@ class ReferenceArithmetic(Arithmetic):
             z = self._recompute.multiply(self._recompute.encode(x[rows], dtype), gate_up).to(dtype)
             dh = gemm.multiply(gemm.encode(dy[rows], dtype), down.T)
             grads = activate_backward(z, weight[rows], dh, experts.activation, rounded_sigmoid)
-            dz = grads.dz.to(dtype)
             if dw is not None:
                 dw[rows] = grads.dw
             if dx is not None:
-                dx[rows] = gemm.multiply(gemm.encode(dz, dtype), gate_up.T).to(dtype)
+                dx[rows] = gemm.multiply(gemm.encode(grads.dz, dtype), gate_up.T).to(dtype)
             if dw1 is not None:
+                # The e4m3 GEMM reads dz before it is rounded, as dgrad does.
+                dz = grads.dz if self._dw_in_fp8 else grads.dz.to(dtype)
                 dw1[expert] = self._outer(dz, x[rows], dtype).to(dw_dtype)
             if dw2 is not None:
                 dw2[expert] = self._outer(dy[rows], grads.h.to(dtype), dtype).to(dw_dtype)
