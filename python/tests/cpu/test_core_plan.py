@@ -124,7 +124,7 @@ def test_names() -> None:
     assert [check_name("backend", b) for b in BACKENDS] == list(BACKENDS)
     for wrong in ("Fused", "", "deepgemm", None, 1, []):
         with pytest.raises(
-            ValueError, match=r"backend: got .*, want auto, fused, deep_gemm, grouped, reference"
+            ValueError, match=r"backend: got .*, want auto, fused, dispatched, deep_gemm, grouped, reference"
         ):
             check_name("backend", wrong)  # type: ignore[arg-type]
 
@@ -287,8 +287,9 @@ def test_an_explanation_is_readable() -> None:
     explanation = choice.explain(request(), [CPU])
     lines = str(explanation).splitlines()
     assert lines[0].startswith("fused: refused: the compiled library is not loaded")
-    assert lines[1] == "deep_gemm: refused: needs an NVIDIA GPU, the device is cpu"
-    assert lines[2:] == ["grouped: accepted", "reference: accepted", "chosen: grouped"]
+    assert lines[1].startswith("dispatched: refused: no fused experts at EP=1: the compiled library")
+    assert lines[2] == "deep_gemm: refused: needs an NVIDIA GPU, the device is cpu"
+    assert lines[3:] == ["grouped: accepted", "reference: accepted", "chosen: grouped"]
     assert explanation.reason.startswith("grouped, since fused: refused: ")
     assert choice.explain(request(), [gpu()]).reason == "fused"
 

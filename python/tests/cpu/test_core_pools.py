@@ -157,6 +157,9 @@ def test_nbytes_counts_what_the_backend_keeps(monkeypatch: pytest.MonkeyPatch) -
     grouped = MoEBuffer.nbytes(**sizes(), backend="grouped")
     assert MoEBuffer.nbytes(**sizes()) == fused > 10 * grouped
     assert MoEBuffer.nbytes(**sizes(), backend="reference") == grouped
+    # Its experts have the pools of the same routing, and stage the tokens that come for them.
+    dispatched = MoEBuffer.nbytes(**sizes(), backend="dispatched")
+    assert grouped + 2 * pool_rows(request()) * 2 * 3 * 2048 < dispatched < 1.5 * fused
     # A size, or a wheel, that no fused kernel serves.
     other = sizes(hidden=2048 + 128)
     assert MoEBuffer.nbytes(**other) == MoEBuffer.nbytes(**other, backend="grouped")

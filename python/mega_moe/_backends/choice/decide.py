@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mega_moe._backends.choice.request import Request
 
 # In the order of preference of the automatic choice.
-BACKENDS = ("fused", "deep_gemm", "grouped", "reference")
+BACKENDS = ("fused", "dispatched", "deep_gemm", "grouped", "reference")
 
 # One cluster of two SMs is the least that a fused kernel runs on.
 FUSED_MIN_SMS = 2
@@ -64,12 +64,17 @@ def decide(request: Request, facts: Sequence[RankFacts], named: str | None = Non
     """Judge every backend for ``request`` on ranks with ``facts`` (one entry per rank); ``named``: the user's wish."""
     judges = {
         "fused": _fused(request, facts),
+        "dispatched": _dispatched(request, facts, named),
         "deep_gemm": _deep_gemm(request, facts),
         "grouped": _grouped(request, facts),
         "reference": _reference(request, facts, named),
     }
-    fused, *others = (Verdict(name, tuple(dict.fromkeys(judges[name]))) for name in BACKENDS)
-    return (replace(fused, note=_stand_in(request, facts)) if fused.accepted else fused, *others)
+    notes = {"fused": stand_in, "dispatched": _experts}
+    verdicts = (Verdict(name, tuple(dict.fromkeys(judges[name]))) for name in BACKENDS)
+    return tuple(
+        replace(v, note=notes[v.backend](request, facts)) if v.accepted and v.backend in notes else v
+        for v in verdicts
+    )
 
 
 def choose(verdicts: Sequence[Verdict], named: str | None = None, strict: bool = False) -> Verdict:
@@ -103,13 +108,17 @@ def check_name(name: str, backend: str) -> str | None:
     return backend
 
 
+def why_no_fused_experts(request: Request, facts: Sequence[RankFacts]) -> list[str]:
+    """Every reason against the fused kernels where each rank runs them for its own experts alone (EP=1)."""
+    shape = [_NO_MXFP8] if request.precision == "mxfp8" else []
+    shape += _fused_shape(request, [v for fact in facts for v in fact.variants])
+    return [*shape, *_of_ranks(facts, lambda fact: _fused_device(request, fact))]
+
+
 def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
-    if request.precision == "mxfp8":
-        yield _NO_MXFP8
-    yield from _fused_shape(request, [v for fact in facts for v in fact.variants])
-    yield from _of_ranks(facts, lambda fact: _fused_device(request, fact))
+    yield from why_no_fused_experts(request, facts)
     yield from _links(facts)
-    if _stand_in(request, facts) is not None:
+    if stand_in(request, facts) is not None:
         yield from _group(facts)
 
 
@@ -164,7 +173,7 @@ def _of_ranks(facts: Sequence[RankFacts], judge: Callable[[RankFacts], Iterator[
             yield f"rank {rank}: {reason}" if len(facts) > 1 else reason
 
 
-def _stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
+def stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
     """What serves the backward where a rank's wheel holds no kernel for it."""
     precision = request.backward_precision
     if precision not in _STAND_INS or all(_backward(request, fact) for fact in facts):
@@ -240,6 +249,7 @@ def _holds(op: str, precision: str, fact: RankFacts, wgrad: str = "none") -> boo
 
 
 def _links(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """Every reason why the ranks cannot reach one another's memory."""
     machines: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         machines.setdefault(fact.machine or fact.host, []).append(rank)
@@ -256,6 +266,25 @@ def _links(facts: Sequence[RankFacts]) -> Iterator[str]:
             # Either may be the one that sees both: a rank whose visible devices are masked knows of no other GPU.
             elif (uuid, False) in fact.peer_access or (fact.device_uuid, False) in facts[other].peer_access:
                 yield f"ranks {rank} and {other}: no peer access between {fact.device} and {facts[other].device}"
+
+
+def _dispatched(request: Request, facts: Sequence[RankFacts], named: str | None) -> Iterator[str]:
+    fused, plain = why_no_fused_experts(request, facts), list(dict.fromkeys(_grouped(request, facts)))
+    if fused and (plain or named != "dispatched"):
+        yield f"no fused experts at EP=1: {'; '.join(dict.fromkeys(fused))}"
+        yield f"no grouped experts: {'; '.join(plain) or 'they serve where dispatched is named'}"
+    if named != "dispatched" and not any(_links(facts)):
+        yield "is for ranks outside one NVLink domain: name it (backend='dispatched') to use it inside"
+    yield from _group(facts)
+
+
+def _experts(request: Request, facts: Sequence[RankFacts]) -> str:
+    """Which experts the backend `dispatched` runs, and what moves their tokens."""
+    head, fused = f"dispatcher {request.dispatcher}, experts by", why_no_fused_experts(request, facts)
+    if fused:
+        return f"{head} grouped, since no fused experts at EP=1: {'; '.join(dict.fromkeys(fused))}"
+    without = stand_in(request, facts)
+    return f"{head} fused at EP=1" + (f"; {without}" if without else "")
 
 
 def _deep_gemm(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:

@@ -23,7 +23,8 @@ DTYPES = ("bfloat16", "float32", "float64")
 @dataclass(frozen=True)
 class Request:
     """The static part of a layer. ``dtype``: of x and the weights; ``dw_precision``: of the wgrad GEMMs;
-    ``scale_format``: of the fp8 precisions; ``activation``: the kind of every call."""
+    ``scale_format``: of the fp8 precisions; ``activation``: the kind of every call; ``dispatcher``: the engine of the
+    backend `dispatched`, or what the caller's own is called."""
 
     num_experts: int
     max_tokens_per_rank: int
@@ -37,6 +38,7 @@ class Request:
     dw_precision: str = "bf16"
     scale_format: str = "fp32"
     activation: str = "swiglu"
+    dispatcher: str = "nccl"
 
     def __post_init__(self) -> None:
         positive_int("num_experts", self.num_experts, MAX_EXPERTS)
