@@ -157,7 +157,7 @@ def explain(
         dispatcher_name(dispatcher),
     )
     where = default_device(None) if device is None else as_device(device)
-    return forecast(request, [collect(where)], wanted(backend), wanted_strict(None))
+    return forecast(request, [collect(where, None, request.dispatcher)], wanted(backend), wanted_strict(None))
 
 
 def _refuse_transforms(inputs: LayerInputs) -> None:

@@ -68,7 +68,8 @@ class MoEBuffer:
             and the backward recomputes the rows beyond that. No bit of a result depends on it. 1 (True) covers every
             row of a balanced routing, and with EP=1 of any. Other backends are not affected.
         dispatcher: what moves tokens where the backend is "dispatched": "nccl" (all-to-all of torch.distributed, gloo
-            on CPUs), or an object with the methods of `mega_moe.Dispatcher`. Other backends are not affected.
+            on CPUs), "deep_ep" or "nccl_ep" where such a package is installed, or an object with the methods of
+            `mega_moe.Dispatcher`. Other backends are not affected.
         arrival_timeout: seconds to wait for a rank that has not reached a call; default: the group's time-out.
         progress_timeout: seconds that a kernel waits for anything else, once all ranks have reached the call.
         strict: True forbids falling back from the fused backend; default: MEGA_MOE_STRICT.
@@ -167,7 +168,7 @@ class MoEBuffer:
                 }
                 group_backend = None if group is None else str(dist.get_backend(group))
                 where = default_device(group_backend) if device is None else as_device(device)
-                facts = collect(where, group_backend)
+                facts = collect(where, group_backend, engine)
             # RuntimeError and OSError: what torch, a driver or a file says. The other ranks wait for this one's word.
             except (ValueError, TypeError, RuntimeError, OSError) as failed:
                 error = error or failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from mega_moe._backends.choice.facts import RankFacts
 from mega_moe._backends.choice.request import Request
 from mega_moe._backends.deep_gemm import library as deep_gemm_library
 from mega_moe._backends.deep_gemm.arithmetic import DeepGemmArithmetic
+from mega_moe._backends.dispatched import packages
 from mega_moe._backends.dispatched.collectives import CollectiveDispatcher
+from mega_moe._backends.dispatched.deep_ep import DeepEpDispatcher
 from mega_moe._backends.dispatched.executor import DispatchedExecutor
+from mega_moe._backends.dispatched.nccl_ep import NcclEpDispatcher
 from mega_moe._backends.dispatched.protocol import Dispatcher
 from mega_moe._backends.fused.executor import FusedExecutor
 from mega_moe._backends.fused.launch import KernelRank
@@ -86,7 +90,7 @@ def build(
     kernels, reason = build_kernels(explanation, everyone, device, control, group, progress_timeout)
     router = TorchRouter(request, control) if kernels is None else kernels
     if explanation.chosen == "dispatched":
-        engine = dispatcher or CollectiveDispatcher(control.rank, request.num_local_experts, group)
+        engine = dispatcher or build_dispatcher(request, control, group)
         served = build_dispatched(request, everyone, device, control, engine, progress_timeout)
         copies = served.experts.weight_copies if isinstance(served.experts, FusedExecutor) else None
         return Session(served, router, reason, SavedRows(), copies, None, served.kernels)
@@ -128,6 +132,21 @@ def build_kernels(
         progress_timeout=progress_timeout,
     )
     return kernels, None
+
+
+def build_dispatcher(request: Request, control: Control, group: Any) -> Dispatcher:
+    """Collective. The engine that ``request`` names."""
+    name, rank = request.dispatcher, control.rank
+    try:
+        if name == "deep_ep":
+            return DeepEpDispatcher(packages.require(name), group, rank, request)
+        if name == "nccl_ep":
+            comm = import_module("nccl.ep.interop.torch").get_nccl_comm_from_group(group)
+            return NcclEpDispatcher(packages.require(name), comm, rank, request)
+    except Exception as error:
+        # Whatever a package raises; the other ranks are told of this error alone.
+        raise MegaMoEError(f"dispatcher {name}: {type(error).__name__}: {error}") from error
+    return CollectiveDispatcher(rank, request.num_local_experts, group)
 
 
 def build_dispatched(

@@ -21,6 +21,14 @@ LACKING = (
 )
 HOSTS = [gpu(0, 2), gpu(1, 2, host="node1", machine="boot1")]
 TWO = request(num_ranks=2)
+BY_DEEP_EP = request(num_ranks=2, dispatcher="deep_ep")
+
+
+def with_engine(*versions: str | None) -> list[RankFacts]:
+    """Two hosts on which DeepEP has these versions."""
+    known = [{"engine_version": v, "engine_reason": v or "deep_ep is not installed"} for v in versions]
+    return [gpu(0, 2, **known[0]), gpu(1, 2, host="node1", machine="boot1", **known[1])]
+
 
 Case = tuple[tuple[str, ...], Request, Sequence[RankFacts], str | None]
 
@@ -52,6 +60,32 @@ ROWS: dict[str, Case] = {
     "cpu fp8, named": (
         (NO_GPU, "no grouped experts: computes in the inputs' dtype only, precision fp8 is not emulated"),
         request(precision="fp8"),
+        [cpu()],
+        "dispatched",
+    ),
+    "engine": ((), BY_DEEP_EP, with_engine("2.0", "2.0"), None),
+    "engine versions": (
+        ("dispatcher deep_ep: the ranks have different versions (rank 0: 2.0, rank 1: 2.1)",),
+        BY_DEEP_EP,
+        with_engine("2.0", "2.1"),
+        None,
+    ),
+    "engine absent": (
+        (
+            "dispatcher deep_ep: rank 1: deep_ep is not installed",
+            "dispatcher deep_ep: the ranks have different versions (rank 0: 2.0, rank 1: None)",
+        ),
+        BY_DEEP_EP,
+        with_engine("2.0", None),
+        "dispatched",
+    ),
+    "engine on a cpu": (
+        (
+            "dispatcher nccl_ep moves bfloat16, got float32",
+            "dispatcher nccl_ep: needs a process group of several ranks",
+            "dispatcher nccl_ep: needs an NVIDIA GPU, the device is cpu",
+        ),
+        request(dtype="float32", dispatcher="nccl_ep"),
         [cpu()],
         "dispatched",
     ),

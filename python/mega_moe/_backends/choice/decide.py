@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mega_moe._base.errors import BackendRefusedError
-from mega_moe._base.types import SCALE_BLOCK
+from mega_moe._base.types import DISPATCHERS, SCALE_BLOCK
 
 if TYPE_CHECKING:
     from mega_moe._backends.choice.facts import RankFacts, Variant
@@ -275,7 +275,30 @@ def _dispatched(request: Request, facts: Sequence[RankFacts], named: str | None)
         yield f"no grouped experts: {'; '.join(plain) or 'they serve where dispatched is named'}"
     if named != "dispatched" and not any(_links(facts)):
         yield "is for ranks outside one NVLink domain: name it (backend='dispatched') to use it inside"
+    if request.dispatcher in DISPATCHERS[1:]:
+        yield from _engine(request, facts)
     yield from _group(facts)
+
+
+def _engine(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
+    name = request.dispatcher
+    if request.dtype != "bfloat16":
+        yield f"dispatcher {name} moves bfloat16, got {request.dtype}"
+    if request.num_ranks == 1:
+        yield f"dispatcher {name}: needs a process group of several ranks"
+    for reason in _of_ranks(facts, _engine_of):
+        yield f"dispatcher {name}: {reason}"
+    versions = {rank: fact.engine_version for rank, fact in enumerate(facts)}
+    if len(set(versions.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {version}" for rank, version in versions.items())
+        yield f"dispatcher {name}: the ranks have different versions ({listed})"
+
+
+def _engine_of(fact: RankFacts) -> Iterator[str]:
+    if fact.device_type != "cuda":
+        yield f"needs an NVIDIA GPU, the device is {fact.device}"
+    elif fact.engine_version is None:
+        yield str(fact.engine_reason)
 
 
 def _experts(request: Request, facts: Sequence[RankFacts]) -> str:

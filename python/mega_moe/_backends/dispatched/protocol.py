@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-# Engines by name.
-DISPATCHERS = ("nccl",)
+from mega_moe._base.types import DISPATCHERS
 
 
 class DispatchedTokens(NamedTuple):
@@ -29,7 +28,7 @@ class DispatchedTokens(NamedTuple):
 
 @runtime_checkable
 class Dispatcher(Protocol):
-    """An engine for the backend `dispatched`: ``MoEBuffer(dispatcher=...)`` takes "nccl", "deep_ep", or such an object.
+    """An engine for the backend `dispatched`. ``MoEBuffer(dispatcher=...)`` takes a name, or such an object.
 
     R ranks, of which rank r holds experts r * E / R to (r + 1) * E / R - 1. All ranks make the same calls in the same
     order, on the current stream of the device of the tensors: `dispatch` and `combine` in a forward; `dispatch`,
