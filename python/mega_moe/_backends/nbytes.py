@@ -11,7 +11,7 @@ from mega_moe._backends.fused.weight_copies import copies_nbytes
 from mega_moe._base import env
 from mega_moe._base.errors import BackendRefusedError
 from mega_moe._base.mode import Mode
-from mega_moe._base.types import MAX_TOKENS_PER_RANK
+from mega_moe._base.types import MAX_RANKS, MAX_TOKENS_PER_RANK
 
 
 def kernel_shape(request: Request, fused: bool, backward: bool = False) -> Shape:
@@ -60,14 +60,16 @@ def buffer_nbytes(request: Request, backend: str | None = None, training: bool =
     """
     held = variants()
     wished = backend in (None, "fused", "dispatched")
-    reasons = why_no_fused_shape(request, held) if wished else ["not wished for"]
+    alone = backend == "dispatched"
+    reasons = why_no_fused_shape(request, held, alone=alone) if wished else ["not wished for"]
     if backend == "fused" and reasons:
         raise BackendRefusedError(f"backend 'fused' cannot serve this request: {'; '.join(reasons)}")
     backward = training and holds_backward(request, held)
     copies = 0 if reasons else _copies_nbytes(request, backward)
-    shapes = [kernel_shape(request, not reasons and backend != "dispatched", backward)]
-    if backend == "dispatched" and not reasons:
-        shapes.append(expert_shape(request, backward))
+    shapes = [expert_shape(request, backward)] if alone and not reasons else []
+    # At the least the routing's, which is a kernel for so many ranks.
+    if request.num_ranks <= MAX_RANKS:
+        shapes.append(kernel_shape(request, not reasons and not alone, backward))
     return copies + sum(symmetric_layout(s).total + workspace_layout(s).total for s in shapes)
 
 

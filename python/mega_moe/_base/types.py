@@ -13,7 +13,7 @@ DISPATCHERS = ("nccl", "deep_ep", "nccl_ep")
 MAX_TOKENS_PER_RANK = (1 << 20) - 1
 MAX_TOP_K = 16
 MAX_EXPERTS = 2048
-MAX_RANKS = 32
+MAX_RANKS = 32  # of a kernel that spans ranks
 
 # Length of a 1 x 128 activation block and edge of a 128 x 128 weight block in the fp8 precisions.
 SCALE_BLOCK = 128

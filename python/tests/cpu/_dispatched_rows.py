@@ -20,6 +20,7 @@ LACKING = (
     "this wheel holds sm_90a: `mega-moe doctor` says what to install"
 )
 HOSTS = [gpu(0, 2), gpu(1, 2, host="node1", machine="boot1")]
+MANY = request(num_ranks=64, num_experts=64)
 TWO = request(num_ranks=2)
 BY_DEEP_EP = request(num_ranks=2, dispatcher="deep_ep")
 
@@ -42,6 +43,7 @@ ROWS: dict[str, Case] = {
         [gpu(0, 2, peer_access=(("gpu1", False),)), gpu(1, 2, peer_access=())],
         None,
     ),
+    "more ranks than a kernel spans": ((), MANY, [gpu(r, 64) for r in range(64)], None),
     "one host": ((INSIDE,), TWO, pair(), None),
     "one host, named": ((), TWO, pair(), "dispatched"),
     "one rank": ((INSIDE,), request(), [gpu()], None),

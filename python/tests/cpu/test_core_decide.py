@@ -278,6 +278,12 @@ TABLE = {
         request(num_ranks=2),
         [gpu(0, 2, peer_access=()), gpu(1, 2, peer_access=(("gpu0", False),))],
     ),
+    "fused-many-ranks": Row(
+        "fused",
+        ("the group has 33 ranks, one kernel spans at most 32",),
+        request(num_ranks=33, num_experts=66),
+        [gpu(r, 33) for r in range(33)],
+    ),
     # grouped
     "grouped": Row("grouped", (), request(), [cpu()]),
     "grouped-float32": Row("grouped", (), request(dtype="float32"), [cpu()]),

@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mega_moe
-from mega_moe import DispatchedTokens, MoEBuffer, PeerError, RankTimeoutError
+from mega_moe import DispatchedTokens, MegaMoEError, MoEBuffer, PeerError, RankTimeoutError
+from mega_moe._backends import build
+from mega_moe._backends.choice import explanation
+from mega_moe._backends.choice.decide import Verdict
 from mega_moe._backends.dispatched.collectives import CollectiveDispatcher
+from mega_moe._backends.fused import faults
 from mega_moe.testing import Problem, fp64_moe_grads
 
 from ._ep import AT_ONCE, SIZES, Case, gap, of_rank, part, single, small_part, spread_buffer
@@ -94,16 +98,20 @@ def test_more_tokens_than_the_experts_take_are_several_calls(capacity: int) -> N
         assert all(error <= 6e-3 for error in errors.values()), errors
 
 
+def fused_experts(patch: pytest.MonkeyPatch, backward: bool) -> None:
+    """Within `faked_kernels` the fused executor is chosen for the experts."""
+    patch.setattr(build, "why_no_fused_experts", lambda request, facts: [])
+    patch.setattr(build, "stand_in", lambda request, facts: None if backward else "something else")
+    patch.setattr(explanation, "decide", dispatched_alone)
+
+
 def by_fused_experts(rank: int, backward: bool) -> None:
     """The fused executor at EP=1, which a fake library serves; in one call and in several, which changes no row."""
     case = Case((40, 24), "dispatched", "bfloat16", experts=8, masked=0.2)
     whole, rows = case.problem(), case.rows(rank)
     mine = part(whole, rank, 2, rows)
     with faked_kernels(backward) as fake, pytest.MonkeyPatch.context() as patch:
-        build = "mega_moe._backends.build"
-        patch.setattr(f"{build}.why_no_fused_experts", lambda request, facts: [])
-        patch.setattr(f"{build}.stand_in", lambda request, facts: None if backward else "something else")
-        patch.setattr("mega_moe._backends.choice.explanation.decide", dispatched_alone)
+        fused_experts(patch, backward)
         with spread_buffer(whole, backend="dispatched") as buffer:
             assert buffer.dtypes == (torch.bfloat16,)
             assert capacity_of(buffer) == 64 * 2
@@ -123,9 +131,40 @@ def by_fused_experts(rank: int, backward: bool) -> None:
         assert torch.equal(got.dtopk, split.dtopk)
 
 
-def dispatched_alone(request: Any, facts: Any, named: str | None = None) -> tuple[Any, ...]:
-    from mega_moe._backends.choice.decide import Verdict
+def kernel_that_reports(rank: int) -> tuple[str, str, str]:
+    """A launch of rank 1 leaves a record -> what each rank's next call says, the one after it, and `check`."""
+    whole = Case((40, 24), "dispatched", "bfloat16", experts=8).problem()
+    mine = part(whole, rank, 2, slice(0, 20))
+    with faked_kernels(True) as fake, pytest.MonkeyPatch.context() as patch:
+        fused_experts(patch, True)
+        with spread_buffer(whole, backend="dispatched") as buffer:
+            said = []
+            if rank == 1:
+                fake.report(faults.PROGRESS, faults.TILE_INPUT)
+            mega_moe.moe(*mine.inputs, buffer=buffer)
+            for _ in range(2):
+                with pytest.raises(MegaMoEError) as caught:
+                    mega_moe.moe(*mine.inputs, buffer=buffer)
+                said.append(f"{caught.type.__name__}: {caught.value}")
+            try:
+                buffer.check()
+            except MegaMoEError as error:
+                said.append(str(error))
+            else:
+                said.append("")
+    return said[0], said[1], said[2]
 
+
+def test_a_fault_of_a_ranks_own_kernel_is_told_to_all_ranks_before_the_next_call() -> None:
+    other, own = TWO.values(kernel_that_reports)
+    assert own[0].startswith("RankTimeoutError: ")
+    assert "lost one another earlier" in own[1]
+    assert "lost one another earlier" in own[2]
+    assert all(text.startswith("PeerError: ") and "was refused by rank 1: " in text for text in other[:2])
+    assert other[2] == ""
+
+
+def dispatched_alone(request: Any, facts: Any, named: str | None = None) -> tuple[Any, ...]:
     return Verdict("fused", ("two hosts",)), Verdict("dispatched", note="made up")
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mega_moe._base.errors import BackendRefusedError
-from mega_moe._base.types import DISPATCHERS, SCALE_BLOCK
+from mega_moe._base.types import DISPATCHERS, MAX_RANKS, SCALE_BLOCK
 
 if TYPE_CHECKING:
     from mega_moe._backends.choice.facts import RankFacts, Variant
@@ -96,7 +96,8 @@ def choose(verdicts: Sequence[Verdict], named: str | None = None, strict: bool =
 def why_no_kernel_router(request: Request, facts: Sequence[RankFacts]) -> list[str]:
     """Every reason against the routing kernel on ranks with ``facts``; empty when all can run it."""
     shape = _multiples(request, hidden=ROUTE_MULTIPLE)
-    return [*shape, *_of_ranks(facts, lambda fact: _route_device(request, fact)), *_links(facts)]
+    device = _of_ranks(facts, lambda fact: _route_device(request, fact))
+    return [*shape, *_num_ranks(request), *device, *_links(facts)]
 
 
 def check_name(name: str, backend: str) -> str | None:
@@ -117,16 +118,20 @@ def why_no_fused_experts(request: Request, facts: Sequence[RankFacts]) -> list[s
 
 def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
     yield from why_no_fused_experts(request, facts)
+    yield from _num_ranks(request)
     yield from _links(facts)
     if stand_in(request, facts) is not None:
         yield from _group(facts)
 
 
-def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[str]:
-    """Every reason in ``request`` itself against a wheel with ``variants``; empty where some device could serve it."""
+def why_no_fused_shape(request: Request, variants: Sequence[Variant], *, alone: bool = False) -> list[str]:
+    """Every reason in ``request`` itself against a wheel with ``variants``; empty where some device could serve it.
+
+    ``alone``: each rank runs the kernels for its own experts (EP=1).
+    """
     lacking = [need for need in _needed(request) if not any(v.computes(*need) for v in variants)]
     kernels = [f"this wheel holds no {_called(op)} kernel in {precision}" for op, precision in lacking]
-    return [*_fused_shape(request, variants), *kernels]
+    return [*_fused_shape(request, variants), *kernels, *([] if alone else _num_ranks(request))]
 
 
 def holds_backward(request: Request, variants: Sequence[Variant]) -> bool:
@@ -248,6 +253,11 @@ def _holds(op: str, precision: str, fact: RankFacts, wgrad: str = "none") -> boo
     )
 
 
+def _num_ranks(request: Request) -> Iterator[str]:
+    if request.num_ranks > MAX_RANKS:
+        yield f"the group has {request.num_ranks} ranks, one kernel spans at most {MAX_RANKS}"
+
+
 def _links(facts: Sequence[RankFacts]) -> Iterator[str]:
     """Every reason why the ranks cannot reach one another's memory."""
     machines: dict[str, list[int]] = {}
@@ -273,7 +283,7 @@ def _dispatched(request: Request, facts: Sequence[RankFacts], named: str | None)
     if fused and (plain or named != "dispatched"):
         yield f"no fused experts at EP=1: {'; '.join(dict.fromkeys(fused))}"
         yield f"no grouped experts: {'; '.join(plain) or 'they serve where dispatched is named'}"
-    if named != "dispatched" and not any(_links(facts)):
+    if named != "dispatched" and not any(_links(facts)) and not any(_num_ranks(request)):
         yield "is for ranks outside one NVLink domain: name it (backend='dispatched') to use it inside"
     if request.dispatcher in DISPATCHERS[1:]:
         yield from _engine(request, facts)

@@ -8,7 +8,6 @@ from mega_moe._base.activation import Activation
 from mega_moe._base.mode import Mode
 from mega_moe._base.types import (
     MAX_EXPERTS,
-    MAX_RANKS,
     MAX_TOKENS_PER_RANK,
     MAX_TOP_K,
     PRECISIONS,
@@ -48,7 +47,7 @@ class Request:
             raise ValueError(f"top_k: got {self.top_k}, want at most the {self.num_experts} experts")
         positive_int("hidden", self.hidden)
         positive_int("intermediate", self.intermediate)
-        positive_int("num_ranks", self.num_ranks, MAX_RANKS)
+        positive_int("num_ranks", self.num_ranks)
         positive_int("num_reserved_sms", self.num_reserved_sms, zero=True)
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: got {self.precision!r}, want one of {', '.join(PRECISIONS)}")
