@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import warnings
@@ -281,6 +282,21 @@ def test_an_explanation_is_data() -> None:
             assert shown["accepted"] == verdict.accepted == (not shown["reasons"])
             assert shown["reasons"] == list(verdict.reasons)
         assert Request(**told["request"]) == request()
+
+
+def test_ranks_on_several_hosts_get_the_fused_experts_behind_a_dispatcher() -> None:
+    hosts = [dataclasses.replace(gpu(), host=name, device_uuid=name, group_backend="nccl") for name in "ab"]
+    explanation = choice.explain(request(num_ranks=2), hosts)
+    assert explanation.chosen == "dispatched"
+    assert explanation.reason.startswith(
+        "dispatched (dispatcher nccl, experts by fused at EP=1), since fused: "
+    )
+    assert not explanation.has_fused_backward
+    forward_alone = [dataclasses.replace(fact, variants=KERNELS[:2]) for fact in hosts]
+    told = str(choice.explain(request(num_ranks=2), forward_alone))
+    assert "experts by fused at EP=1; the backward runs on torch's grouped GEMMs" in told
+    with pytest.raises(BackendRefusedError, match="strict mode forbids falling back to 'dispatched'"):
+        choice.explain(request(num_ranks=2), hosts, strict=True)
 
 
 def test_an_explanation_is_readable() -> None:

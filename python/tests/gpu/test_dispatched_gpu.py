@@ -67,7 +67,7 @@ def test_sums_are_split_and_rounded_as_by_the_fused_kernel_over_ranks(
         assert b.dtopk is not None
         assert torch.equal(a.dtopk.float(), b.dtopk.to(a.dtopk.dtype).float())
         # e4m3 blocks along an expert's rows hold other rows.
-        limit = 6e-2 if precision == "fp8_dw" else 6e-3
+        limit = 8e-2 if precision == "fp8_dw" else 6e-3
         for left, right in zip(a[2:], b[2:], strict=True):
             assert left is not None
             assert right is not None
