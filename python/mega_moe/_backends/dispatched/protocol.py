@@ -32,8 +32,9 @@ class Dispatcher(Protocol):
 
     R ranks, of which rank r holds experts r * E / R to (r + 1) * E / R - 1. All ranks make the same calls in the same
     order, on the current stream of the device of the tensors: `dispatch` and `combine` in a forward; `dispatch`,
-    `dispatch_again` and `combine` in a backward. Before the first of them the ranks have agreed on the call, so none is
-    made where a rank refuses, disagrees or has not come in time. An error of an engine itself may be any exception.
+    `dispatch_again` and, unless only the experts learn, `combine` in a backward. Before the first of them the ranks
+    have agreed on the call, so none is made where a rank refuses, disagrees or has not come in time. An error of an
+    engine itself may be any exception.
     """
 
     def dispatch(
