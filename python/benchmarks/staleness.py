@@ -102,7 +102,7 @@ def launched(row: Any, on_gpu: bool) -> tuple[Kernel, ...]:
     forward, backward = PRECISIONS.get(row.precision, (row.precision, row.precision))
     direction = "forward_backward" if row.kind == "step" else row.direction
     # The plain backends launch kernels of torch alone.
-    if row.backend != "fused":
+    if row.backend not in {"fused", "dispatched"}:
         return ()
     # Each direction routes within its one kernel.
     both = {"forward": ("forward", forward), "backward": ("backward", backward)}

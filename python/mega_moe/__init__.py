@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mega_moe import nn
+    from mega_moe._backends.dispatched.protocol import DispatchedTokens, Dispatcher
     from mega_moe._base.activation import Activation
     from mega_moe._base.errors import (
         BackendRefusedError,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation",
     "BackendRefusedError",
+    "DispatchedTokens",
+    "Dispatcher",
     "FallbackWarning",
     "LibraryError",
     "MegaMoEError",
@@ -42,6 +45,8 @@ __all__ = [
 
 _MODULES = {
     "Activation": "_base.activation",
+    "DispatchedTokens": "_backends.dispatched.protocol",
+    "Dispatcher": "_backends.dispatched.protocol",
     "MoEBuffer": "buffer",
     "explain": "api",
     "moe": "api",

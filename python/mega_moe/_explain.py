@@ -9,7 +9,7 @@ import sys
 from mega_moe._backends.choice.decide import BACKENDS
 from mega_moe._backends.choice.request import DTYPES
 from mega_moe._base import env
-from mega_moe._base.types import DW_PRECISIONS, PRECISIONS, SCALE_FORMATS
+from mega_moe._base.types import DISPATCHERS, DW_PRECISIONS, PRECISIONS, SCALE_FORMATS
 
 
 def main(argv: list[str]) -> int:
@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
     add("--scale-format", choices=SCALE_FORMATS, default="fp32", help="of the fp8 precisions")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the tokens and weights")
     add("--backend", choices=("auto", *BACKENDS), default="auto", help="judge as if this one were named")
+    add("--dispatcher", choices=DISPATCHERS, default="nccl", help="what moves tokens where dispatched serves")
     add("--device", help="such as cpu or cuda:1")
     add("--json", action="store_true", help="print one JSON object")
     words = vars(parser.parse_args(argv))

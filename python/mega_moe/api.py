@@ -10,6 +10,7 @@ from mega_moe._backends.choice.decide import check_name
 from mega_moe._backends.choice.explanation import Explanation, forecast, wanted, wanted_strict
 from mega_moe._backends.choice.facts import as_device, collect, default_device
 from mega_moe._backends.choice.request import Request
+from mega_moe._backends.dispatched.protocol import Dispatcher, dispatcher_name
 from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import Activation, as_activation
 from mega_moe._base.layer import LayerInputs
@@ -132,6 +133,7 @@ def explain(
     scale_format: str = "fp32",
     activation: Activation | None = None,
     backend: str = "auto",
+    dispatcher: str | Dispatcher = "nccl",
     device: torch.device | str | None = None,
 ) -> Explanation:
     """Which backend would serve such a buffer on this machine, and why not the others. Builds nothing.
@@ -152,9 +154,10 @@ def explain(
         dw_precision,
         scale_format,
         as_activation(activation).kind,
+        dispatcher_name(dispatcher),
     )
     where = default_device(None) if device is None else as_device(device)
-    return forecast(request, [collect(where)], wanted(backend), wanted_strict(None))
+    return forecast(request, [collect(where, None, request.dispatcher)], wanted(backend), wanted_strict(None))
 
 
 def _refuse_transforms(inputs: LayerInputs) -> None:

@@ -17,6 +17,7 @@ from mega_moe._backends.choice import explanation as choice
 from mega_moe._backends.choice.decide import check_name
 from mega_moe._backends.choice.facts import RankFacts, as_device, collect, default_device
 from mega_moe._backends.choice.request import Request
+from mega_moe._backends.dispatched.protocol import Dispatcher, dispatcher_name
 from mega_moe._backends.fused.rows import check_share
 from mega_moe._backends.group import Control, GroupControl, agree, as_group, check_timeout, confirm
 from mega_moe._backends.nbytes import buffer_nbytes
@@ -56,9 +57,9 @@ class MoEBuffer:
         scale_format: scale factors of the fp8 precisions: "fp32", amax / 448 unrounded, or "power_of_two", rounded up:
             scaling then changes no mantissa, and codes lose up to one bit of range.
         activation: of every call that names none; all calls have its kind. Default: SwiGLU.
-        backend: "auto" takes the first that fits of fused, deep_gemm, grouped, reference and warns once when it is not
-            fused; a name raises BackendRefusedError with all reasons where it does not fit. ``reason`` says what was
-            taken.
+        backend: "auto" takes the first that fits of fused, dispatched, deep_gemm, grouped, reference and warns once
+            when it is not fused; a name raises BackendRefusedError with all reasons where it does not fit. ``reason``
+            says what was taken.
         dtype: of x and the weights, for the choice of the backend.
         device: where x lives; default: the current GPU if the group can serve it, else the CPU.
         num_reserved_sms: SMs that the fused kernels leave to others: NCCL's blocks, where it runs on another stream.
@@ -67,6 +68,9 @@ class MoEBuffer:
             and the backward recomputes the rows beyond that. No bit of a result depends on it, except in "fp8_bwd",
             whose saved rows are the forward's bf16 and whose other rows are recomputed in fp8. 1 (True) covers every
             row of a balanced routing, and with EP=1 of any. Other backends are not affected.
+        dispatcher: what moves tokens where the backend is "dispatched": "nccl" (all-to-all of torch.distributed, gloo
+            on CPUs), "deep_ep" or "nccl_ep" where such a package is installed, or an object with the methods of
+            `mega_moe.Dispatcher`. Other backends are not affected.
         arrival_timeout: seconds to wait for a rank that has not reached a call; default: the group's time-out.
         progress_timeout: seconds that a kernel waits for anything else, once all ranks have reached the call.
         strict: True forbids falling back from the fused backend; default: MEGA_MOE_STRICT.
@@ -114,6 +118,7 @@ class MoEBuffer:
         device: torch.device | str | None = None,
         num_reserved_sms: int = 0,
         save_gate_up: float = 0.0,
+        dispatcher: str | Dispatcher = "nccl",
         arrival_timeout: float | None = None,
         progress_timeout: float = 60.0,
         strict: bool | None = None,
@@ -132,6 +137,7 @@ class MoEBuffer:
         try:
             try:
                 share = check_share(save_gate_up)
+                engine = dispatcher_name(dispatcher)
                 self.activation = as_activation(activation)
                 if check_timeout(progress_timeout, "progress_timeout") is None:
                     raise TypeError("progress_timeout: got None, want seconds")
@@ -148,6 +154,7 @@ class MoEBuffer:
                     dw_precision,
                     scale_format,
                     self.activation.kind,
+                    engine,
                 )
                 named = choice.wanted(backend)
                 settings = asdict(request) | {
@@ -162,7 +169,7 @@ class MoEBuffer:
                 }
                 group_backend = None if group is None else str(dist.get_backend(group))
                 where = default_device(group_backend) if device is None else as_device(device)
-                facts = collect(where, group_backend)
+                facts = collect(where, group_backend, engine)
             # RuntimeError and OSError: what torch, a driver or a file says. The other ranks wait for this one's word.
             except (ValueError, TypeError, RuntimeError, OSError) as failed:
                 error = error or failed
@@ -174,7 +181,8 @@ class MoEBuffer:
             self.device = torch.device(facts.device)
             try:
                 ranks = self.device, self._control, group
-                self._session = build(self.explanation, everyone, *ranks, progress_timeout, share)
+                own = None if isinstance(dispatcher, str) else dispatcher
+                self._session = build(self.explanation, everyone, *ranks, progress_timeout, share, own)
             # The memory may not fit on one rank alone.
             except RuntimeError as failed:
                 error = failed
@@ -252,7 +260,7 @@ class MoEBuffer:
         The plain backends report everything in the call itself, the kernels of `mega_moe.route` and of the fused
         backend nothing.
         """
-        self._live().router.check()
+        self._live().check()
 
     def destroy(self) -> None:
         """Give back the memory and the control group. Later use raises, a second call does nothing."""
@@ -311,7 +319,8 @@ class MoEBuffer:
 
         Needs the compiled library, no GPU; depends on its arguments and, for the canaries, on MEGA_MOE_DEBUG. "auto"
         counts the pools of the fused backend where the wheel holds a kernel for the request, a name counts that
-        backend's memory. Plain backends on a CPU, or on a GPU whose architecture the wheel does not hold, keep nothing.
+        backend's memory; "dispatched" the pools of its fused experts, not what an engine holds. Plain backends on a
+        CPU, or on a GPU whose architecture the wheel does not hold, keep nothing.
         ``training`` adds what the fused backward needs, which a buffer holds wherever it can run it. Where kernels read
         e4m3 weights, the temporary copies of a call are counted too. What autograd keeps of each call, its inputs and
         ``saved_nbytes(T)`` of gate and up, is not the buffer's.

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from mega_moe._backends.choice.decide import why_no_kernel_router
+from mega_moe._backends.choice.decide import stand_in, why_no_fused_experts, why_no_kernel_router
 from mega_moe._backends.choice.explanation import Explanation
 from mega_moe._backends.choice.facts import RankFacts
 from mega_moe._backends.choice.request import Request
 from mega_moe._backends.deep_gemm import library as deep_gemm_library
 from mega_moe._backends.deep_gemm.arithmetic import DeepGemmArithmetic
+from mega_moe._backends.dispatched import packages
+from mega_moe._backends.dispatched.collectives import CollectiveDispatcher
+from mega_moe._backends.dispatched.deep_ep import DeepEpDispatcher
+from mega_moe._backends.dispatched.executor import DispatchedExecutor
+from mega_moe._backends.dispatched.nccl_ep import NcclEpDispatcher
+from mega_moe._backends.dispatched.protocol import Dispatcher
 from mega_moe._backends.fused.executor import FusedExecutor
 from mega_moe._backends.fused.launch import KernelRank
 from mega_moe._backends.fused.memory import of_group, of_virtual_ranks, symmetric_layout
@@ -21,7 +28,7 @@ from mega_moe._backends.fused.prequantized import PrequantizedLayer
 from mega_moe._backends.fused.rows import SavedRows
 from mega_moe._backends.fused.weight_copies import WeightCopies
 from mega_moe._backends.group import Control
-from mega_moe._backends.nbytes import kernel_shape
+from mega_moe._backends.nbytes import expert_shape, expert_tokens, kernel_shape
 from mega_moe._backends.plain.arithmetic import Arithmetic
 from mega_moe._backends.plain.executor import PlainExecutor
 from mega_moe._backends.plain.grouped import GroupedArithmetic
@@ -43,6 +50,7 @@ class Session:
     prequantized: (
         PrequantizedLayer | None
     )  # None where no kernel takes operands that the caller has quantized
+    experts: KernelRank | None = None  # of the fused kernels behind a dispatcher
 
     def __post_init__(self) -> None:
         self.handle = registry.register(self.executor)
@@ -54,10 +62,17 @@ class Session:
         else:
             self.router.refuse(error)
 
+    def check(self) -> None:
+        """Wait for the device and raise what past launches reported."""
+        self.router.check()
+        if self.experts is not None:
+            self.experts.check()
+
     def close(self) -> None:
         registry.unregister(self.handle)
-        if isinstance(self.router, KernelRank):
-            self.router.close()
+        for kernels in (self.router, self.experts):
+            if isinstance(kernels, KernelRank):
+                kernels.close()
 
 
 def build(
@@ -68,17 +83,23 @@ def build(
     group: Any,
     progress_timeout: float,
     saved_share: float,
+    dispatcher: Dispatcher | None = None,
 ) -> Session:
-    """Collective over ``group``."""
+    """Collective over ``group``. ``dispatcher``: the caller's own."""
     request = explanation.request
     kernels, reason = build_kernels(explanation, everyone, device, control, group, progress_timeout)
+    router = TorchRouter(request, control) if kernels is None else kernels
+    if explanation.chosen == "dispatched":
+        engine = dispatcher or build_dispatcher(request, control, group)
+        served = build_dispatched(request, everyone, device, control, engine, progress_timeout)
+        copies = served.experts.weight_copies if isinstance(served.experts, FusedExecutor) else None
+        return Session(served, router, reason, SavedRows(), copies, None, served.kernels)
     executor = build_executor(explanation, control, group, kernels)
     saved, copies, prequantized = SavedRows(), None, None
     if isinstance(executor, FusedExecutor) and kernels is not None:
         mode, copies = kernels.shape.mode, executor.weight_copies
         saved = SavedRows.of(kernels.shape, saved_share) if mode.has_backward else saved
         prequantized = PrequantizedLayer(kernels) if mode.forward == mode.backward == "fp8" else None
-    router = TorchRouter(request, control) if kernels is None else kernels
     return Session(executor, router, reason, saved, copies, prequantized)
 
 
@@ -110,6 +131,57 @@ def build_kernels(
         progress_timeout=progress_timeout,
     )
     return kernels, None
+
+
+def build_dispatcher(request: Request, control: Control, group: Any) -> Dispatcher:
+    """Collective. The engine that ``request`` names."""
+    name, rank = request.dispatcher, control.rank
+    try:
+        if name == "deep_ep":
+            return DeepEpDispatcher(packages.require(name), group, rank, request)
+        if name == "nccl_ep":
+            comm = import_module("nccl.ep.interop.torch").get_nccl_comm_from_group(group)
+            return NcclEpDispatcher(packages.require(name), comm, rank, request)
+    except Exception as error:
+        # Whatever a package raises; the other ranks are told of this error alone.
+        raise MegaMoEError(f"dispatcher {name}: {type(error).__name__}: {error}") from error
+    return CollectiveDispatcher(rank, request.num_local_experts, group)
+
+
+def build_dispatched(
+    request: Request,
+    everyone: Sequence[RankFacts],
+    device: torch.device,
+    control: Control,
+    dispatcher: Dispatcher,
+    progress_timeout: float,
+) -> DispatchedExecutor:
+    """This rank's experts behind ``dispatcher``: fused at EP=1 where all ranks have the kernels, else grouped."""
+    fused, capacity = not why_no_fused_experts(request, everyone), expert_tokens(request)
+    # One rank with the local experts; of its slots no executor asks for the number.
+    local = request.num_local_experts
+    alone = replace(
+        request,
+        num_experts=local,
+        num_ranks=1,
+        max_tokens_per_rank=capacity,
+        top_k=min(request.top_k, local),
+    )
+    arithmetic = _stand_in(request) if fused else GroupedArithmetic()
+    plain = PlainExecutor(alone, arithmetic, Control())
+    if not fused:
+        return DispatchedExecutor(request, control, dispatcher, plain, capacity)
+    shape = expert_shape(request, stand_in(request, everyone) is None)
+    (memory,) = of_virtual_ranks(symmetric_layout(shape).total, device, 1)
+    kernels = KernelRank(
+        shape,
+        0,
+        memory,
+        num_sms=(everyone[control.rank].num_sms or 0) - request.num_reserved_sms,
+        arrival_timeout=progress_timeout,
+        progress_timeout=progress_timeout,
+    )
+    return DispatchedExecutor(request, control, dispatcher, FusedExecutor(kernels, plain), capacity, kernels)
 
 
 def build_executor(

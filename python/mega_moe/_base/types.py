@@ -5,13 +5,15 @@ from __future__ import annotations
 PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
 DW_PRECISIONS = ("bf16", "fp8")
 SCALE_FORMATS = ("fp32", "power_of_two")
+# Engines of the backend dispatched by name; all but the first are packages that must be installed.
+DISPATCHERS = ("nccl", "deep_ep", "nccl_ep")
 
 # Checked limits: a token index and a rank share 32 bits of a routing entry with the slot, and expert ids travel as
 # uint16 with 0xFFFF for a masked slot.
 MAX_TOKENS_PER_RANK = (1 << 20) - 1
 MAX_TOP_K = 16
 MAX_EXPERTS = 2048
-MAX_RANKS = 32
+MAX_RANKS = 32  # of a kernel that spans ranks
 
 # Length of a 1 x 128 activation block and edge of a 128 x 128 weight block in the fp8 precisions.
 SCALE_BLOCK = 128

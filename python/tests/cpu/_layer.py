@@ -32,6 +32,8 @@ CASES = (
     Case("reference", torch.bfloat16, 6e-3),
     Case("grouped", torch.float32, 1e-5),
     Case("grouped", torch.bfloat16, 6e-3),
+    Case("dispatched", torch.float32, 1e-5),
+    Case("dispatched", torch.bfloat16, 6e-3),
 )
 
 

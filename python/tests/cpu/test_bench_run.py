@@ -34,7 +34,7 @@ def test_whole_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     measured = {(row.backend, row.direction): row for row in layer if row.outcome.status == "measured"}
     assert set(measured) == {
         (backend, direction)
-        for backend in ("grouped", "reference")
+        for backend in ("dispatched", "grouped", "reference")
         for direction in ("forward", "backward", "forward_backward")
     }
     for row in measured.values():
@@ -116,6 +116,7 @@ def test_a_precision_that_only_the_reference_can_do_is_refused_by_the_others(tmp
     status = {row.backend: row.outcome.status for row in schema.read(path).rows if isinstance(row, LayerRow)}
     assert status == {
         "fused": "refused",
+        "dispatched": "refused",
         "deep_gemm": "refused",
         "grouped": "refused",
         "reference": "measured",
@@ -159,7 +160,10 @@ def test_a_backend_that_breaks_is_a_row_and_not_the_end(
     ("words", "message"),
     [
         (["--shape", "7B"], "shape: got '7B', wanted one of tiny, 30B"),
-        (["--backend", "fast"], "backend: got 'fast', wanted one of fused, deep_gemm, grouped, reference"),
+        (
+            ["--backend", "fast"],
+            "backend: got 'fast', wanted one of fused, dispatched, deep_gemm, grouped, reference",
+        ),
         (["--protocol", "warm"], "protocol: got 'warm', wanted one of burst, sustained"),
         (["--direction", "up"], "direction: got 'up', wanted one of forward"),
         (["--precision", "int4"], "precision: got 'int4', wanted one of bf16"),
@@ -178,7 +182,7 @@ def test_bad_words_are_refused(words: list[str], message: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("backend", "status", "told"),
     [
-        ("fast", 2, "backend: got 'fast', wanted one of fused, deep_gemm, grouped, reference"),
+        ("fast", 2, "backend: got 'fast', wanted one of fused, dispatched, deep_gemm, grouped, reference"),
         ("fused", 1, "tiny bf16: fused: refused: takes bfloat16 inputs, got float32; needs an NVIDIA GPU"),
     ],
 )

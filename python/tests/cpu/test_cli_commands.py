@@ -138,7 +138,7 @@ def test_doctor_with_a_torch_that_does_not_load(
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("MEGA_MOE_BACKEND", "nope", "MEGA_MOE_BACKEND: got 'nope', want auto, fused, deep_gemm"),
+        ("MEGA_MOE_BACKEND", "nope", "MEGA_MOE_BACKEND: got 'nope', want auto, fused, dispatched"),
         ("MEGA_MOE_DEBUG", "yes", "MEGA_MOE_DEBUG: got 'yes', want 0 or 1"),
         ("MEGA_MOE_STRICT", "on", "MEGA_MOE_STRICT: got 'on', want 0 or 1"),
         ("MEGA_MOE_STRICT", "1", "strict mode forbids falling back to 'grouped'"),
@@ -187,7 +187,13 @@ def test_explain_says_which_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"] == "grouped"
     assert found["request"]["num_experts"] == 128
-    assert [v["backend"] for v in found["verdicts"]] == ["fused", "deep_gemm", "grouped", "reference"]
+    assert [v["backend"] for v in found["verdicts"]] == [
+        "fused",
+        "dispatched",
+        "deep_gemm",
+        "grouped",
+        "reference",
+    ]
     assert "needs an NVIDIA GPU, the device is cpu" in found["verdicts"][0]["reasons"]
     assert main(["explain", "--device", "cpu"]) == 0
     assert "grouped: accepted" in capsys.readouterr().out

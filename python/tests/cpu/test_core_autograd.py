@@ -22,7 +22,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 NAMES = ("x", "topk_weights", "w_gate_up", "w_down")
 
 
-@pytest.fixture(params=["reference", "grouped"])
+@pytest.fixture(params=["reference", "grouped", "dispatched"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -53,7 +53,7 @@ CHECKS: dict[str, tuple[Change, type[Exception], str]] = {
     "unknown backend": (
         lambda p: {"backend": "cublas"},
         ValueError,
-        r"^backend: got 'cublas', want auto, fused, deep_gemm, grouped, reference$",
+        r"^backend: got 'cublas', want auto, fused, dispatched, deep_gemm, grouped, reference$",
     ),
     "backend of another buffer": (
         lambda p: {"backend": "reference"},

@@ -40,7 +40,7 @@ def problem() -> Problem:
     return random_problem(131, 64, 48, 4, 2, dtype=torch.bfloat16, masked=0.1)
 
 
-@pytest.fixture(params=["reference", "grouped"])
+@pytest.fixture(params=["reference", "grouped", "dispatched"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -19,6 +19,7 @@ from mega_moe._backends.choice.facts import RankFacts, Variant
 from mega_moe._backends.choice.request import Request
 
 from ._deep_gemm_rows import ROWS
+from ._dispatched_rows import ROWS as DISPATCHED
 from ._facts import FULL, PROBE_ONLY, cpu, gpu, kernels, pair, request
 
 
@@ -277,6 +278,12 @@ TABLE = {
         request(num_ranks=2),
         [gpu(0, 2, peer_access=()), gpu(1, 2, peer_access=(("gpu0", False),))],
     ),
+    "fused-many-ranks": Row(
+        "fused",
+        ("the group has 33 ranks, one kernel spans at most 32",),
+        request(num_ranks=33, num_experts=66),
+        [gpu(r, 33) for r in range(33)],
+    ),
     # grouped
     "grouped": Row("grouped", (), request(), [cpu()]),
     "grouped-float32": Row("grouped", (), request(dtype="float32"), [cpu()]),
@@ -352,6 +359,7 @@ TABLE = {
     ),
 }
 TABLE |= {f"deep_gemm-{name}": Row("deep_gemm", *row) for name, row in ROWS.items()}
+TABLE |= {f"dispatched-{name}": Row("dispatched", *row) for name, row in DISPATCHED.items()}
 
 
 def verdict(row: Row) -> Verdict:
@@ -427,7 +435,11 @@ def test_a_reason_of_many_ranks_is_given_once() -> None:
 
 def test_every_backend_is_judged_in_order_of_preference() -> None:
     verdicts = decide(request(), [gpu()])
-    assert tuple(v.backend for v in verdicts) == BACKENDS == ("fused", "deep_gemm", "grouped", "reference")
+    assert (
+        tuple(v.backend for v in verdicts)
+        == BACKENDS
+        == (*("fused", "dispatched", "deep_gemm", "grouped", "reference"),)
+    )
 
 
 def test_decide_changes_nothing() -> None:

@@ -23,7 +23,7 @@ COUNTS = ([10, 20, 12, 6], [10, 32, 0, 6], [0, 3, 5, 40])  # rows of each expert
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(params=["reference", "grouped", "fused"])
+@pytest.fixture(params=["reference", "grouped", "dispatched", "fused"])
 def buffer(request: pytest.FixtureRequest) -> Iterator[MoEBuffer]:
     if request.param == "fused":
         request.getfixturevalue("fake_kernels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import warnings
@@ -124,7 +125,7 @@ def test_names() -> None:
     assert [check_name("backend", b) for b in BACKENDS] == list(BACKENDS)
     for wrong in ("Fused", "", "deepgemm", None, 1, []):
         with pytest.raises(
-            ValueError, match=r"backend: got .*, want auto, fused, deep_gemm, grouped, reference"
+            ValueError, match=r"backend: got .*, want auto, fused, dispatched, deep_gemm, grouped, reference"
         ):
             check_name("backend", wrong)  # type: ignore[arg-type]
 
@@ -283,12 +284,28 @@ def test_an_explanation_is_data() -> None:
         assert Request(**told["request"]) == request()
 
 
+def test_ranks_on_several_hosts_get_the_fused_experts_behind_a_dispatcher() -> None:
+    hosts = [dataclasses.replace(gpu(), host=name, device_uuid=name, group_backend="nccl") for name in "ab"]
+    explanation = choice.explain(request(num_ranks=2), hosts)
+    assert explanation.chosen == "dispatched"
+    assert explanation.reason.startswith(
+        "dispatched (dispatcher nccl, experts by fused at EP=1), since fused: "
+    )
+    assert not explanation.has_fused_backward
+    forward_alone = [dataclasses.replace(fact, variants=KERNELS[:2]) for fact in hosts]
+    told = str(choice.explain(request(num_ranks=2), forward_alone))
+    assert "experts by fused at EP=1; the backward runs on torch's grouped GEMMs" in told
+    with pytest.raises(BackendRefusedError, match="strict mode forbids falling back to 'dispatched'"):
+        choice.explain(request(num_ranks=2), hosts, strict=True)
+
+
 def test_an_explanation_is_readable() -> None:
     explanation = choice.explain(request(), [CPU])
     lines = str(explanation).splitlines()
     assert lines[0].startswith("fused: refused: the compiled library is not loaded")
-    assert lines[1] == "deep_gemm: refused: needs an NVIDIA GPU, the device is cpu"
-    assert lines[2:] == ["grouped: accepted", "reference: accepted", "chosen: grouped"]
+    assert lines[1].startswith("dispatched: refused: no fused experts at EP=1: the compiled library")
+    assert lines[2] == "deep_gemm: refused: needs an NVIDIA GPU, the device is cpu"
+    assert lines[3:] == ["grouped: accepted", "reference: accepted", "chosen: grouped"]
     assert explanation.reason.startswith("grouped, since fused: refused: ")
     assert choice.explain(request(), [gpu()]).reason == "fused"
 

@@ -11,8 +11,8 @@ from mega_moe import BackendRefusedError, MoEBuffer
 from mega_moe._backends import nbytes
 from mega_moe._backends.choice.request import Request
 from mega_moe._backends.fused.memory import Shape, symmetric_layout, workspace_layout
-from mega_moe._backends.fused.rows import largest_pool_rows, pool_rows
-from mega_moe._backends.nbytes import kernel_shape
+from mega_moe._backends.fused.rows import expert_pool_rows, largest_pool_rows, pool_rows
+from mega_moe._backends.nbytes import expert_tokens, kernel_shape
 from mega_moe._ops import library
 
 from ._facts import FULL, PROBE_ONLY
@@ -157,6 +157,15 @@ def test_nbytes_counts_what_the_backend_keeps(monkeypatch: pytest.MonkeyPatch) -
     grouped = MoEBuffer.nbytes(**sizes(), backend="grouped")
     assert MoEBuffer.nbytes(**sizes()) == fused > 10 * grouped
     assert MoEBuffer.nbytes(**sizes(), backend="reference") == grouped
+    # Its experts have the pools of the same routing, and stage the tokens that come for them.
+    dispatched = MoEBuffer.nbytes(**sizes(), backend="dispatched")
+    assert grouped + 2 * pool_rows(request()) * 2 * 3 * 2048 < dispatched < 1.5 * fused
+    # More ranks than a kernel spans.
+    many = sizes(num_ranks=64)
+    assert MoEBuffer.nbytes(**many, backend="dispatched") < 1.5 * fused
+    assert MoEBuffer.nbytes(**many) == MoEBuffer.nbytes(**many, backend="grouped") == 0
+    with pytest.raises(BackendRefusedError, match="the group has 64 ranks, one kernel spans at most 32"):
+        MoEBuffer.nbytes(**many, backend="fused")
     # A size, or a wheel, that no fused kernel serves.
     other = sizes(hidden=2048 + 128)
     assert MoEBuffer.nbytes(**other) == MoEBuffer.nbytes(**other, backend="grouped")
@@ -166,3 +175,17 @@ def test_nbytes_counts_what_the_backend_keeps(monkeypatch: pytest.MonkeyPatch) -
     assert MoEBuffer.nbytes(**sizes()) == grouped
     with pytest.raises(ValueError, match="backend: got 'none'"):
         MoEBuffer.nbytes(**sizes(), backend="none")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("tokens", [1, 100, 4096])
+@pytest.mark.parametrize("top_k", [1, 4, 16])
+def test_pools_of_experts_behind_a_dispatcher_hold_a_block(ranks: int, tokens: int, top_k: int) -> None:
+    """Rows of 128 tokens, which are never split, and no more than all that can come in a call."""
+    wanted = Request(64, tokens, top_k, 512, 256, num_ranks=ranks)
+    taken = expert_tokens(wanted)
+    assert taken == tokens * min(ranks, top_k)
+    local = 64 // ranks
+    rows = expert_pool_rows(wanted, taken)
+    assert rows % 128 == 0
+    assert min(taken, 128) * top_k + 127 * local <= rows <= taken * top_k + 127 * local + 127

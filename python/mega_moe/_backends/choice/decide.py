@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mega_moe._base.errors import BackendRefusedError
-from mega_moe._base.types import SCALE_BLOCK
+from mega_moe._base.types import DISPATCHERS, MAX_RANKS, SCALE_BLOCK
 
 if TYPE_CHECKING:
     from mega_moe._backends.choice.facts import RankFacts, Variant
     from mega_moe._backends.choice.request import Request
 
 # In the order of preference of the automatic choice.
-BACKENDS = ("fused", "deep_gemm", "grouped", "reference")
+BACKENDS = ("fused", "dispatched", "deep_gemm", "grouped", "reference")
 
 # One cluster of two SMs is the least that a fused kernel runs on.
 FUSED_MIN_SMS = 2
@@ -64,12 +64,17 @@ def decide(request: Request, facts: Sequence[RankFacts], named: str | None = Non
     """Judge every backend for ``request`` on ranks with ``facts`` (one entry per rank); ``named``: the user's wish."""
     judges = {
         "fused": _fused(request, facts),
+        "dispatched": _dispatched(request, facts, named),
         "deep_gemm": _deep_gemm(request, facts),
         "grouped": _grouped(request, facts),
         "reference": _reference(request, facts, named),
     }
-    fused, *others = (Verdict(name, tuple(dict.fromkeys(judges[name]))) for name in BACKENDS)
-    return (replace(fused, note=_stand_in(request, facts)) if fused.accepted else fused, *others)
+    notes = {"fused": stand_in, "dispatched": _experts}
+    verdicts = (Verdict(name, tuple(dict.fromkeys(judges[name]))) for name in BACKENDS)
+    return tuple(
+        replace(v, note=notes[v.backend](request, facts)) if v.accepted and v.backend in notes else v
+        for v in verdicts
+    )
 
 
 def choose(verdicts: Sequence[Verdict], named: str | None = None, strict: bool = False) -> Verdict:
@@ -91,7 +96,8 @@ def choose(verdicts: Sequence[Verdict], named: str | None = None, strict: bool =
 def why_no_kernel_router(request: Request, facts: Sequence[RankFacts]) -> list[str]:
     """Every reason against the routing kernel on ranks with ``facts``; empty when all can run it."""
     shape = _multiples(request, hidden=ROUTE_MULTIPLE)
-    return [*shape, *_of_ranks(facts, lambda fact: _route_device(request, fact)), *_links(facts)]
+    device = _of_ranks(facts, lambda fact: _route_device(request, fact))
+    return [*shape, *_num_ranks(request), *device, *_links(facts)]
 
 
 def check_name(name: str, backend: str) -> str | None:
@@ -103,21 +109,29 @@ def check_name(name: str, backend: str) -> str | None:
     return backend
 
 
+def why_no_fused_experts(request: Request, facts: Sequence[RankFacts]) -> list[str]:
+    """Every reason against the fused kernels where each rank runs them for its own experts alone (EP=1)."""
+    shape = [_NO_MXFP8] if request.precision == "mxfp8" else []
+    shape += _fused_shape(request, [v for fact in facts for v in fact.variants])
+    return [*shape, *_of_ranks(facts, lambda fact: _fused_device(request, fact))]
+
+
 def _fused(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
-    if request.precision == "mxfp8":
-        yield _NO_MXFP8
-    yield from _fused_shape(request, [v for fact in facts for v in fact.variants])
-    yield from _of_ranks(facts, lambda fact: _fused_device(request, fact))
+    yield from why_no_fused_experts(request, facts)
+    yield from _num_ranks(request)
     yield from _links(facts)
-    if _stand_in(request, facts) is not None:
+    if stand_in(request, facts) is not None:
         yield from _group(facts)
 
 
-def why_no_fused_shape(request: Request, variants: Sequence[Variant]) -> list[str]:
-    """Every reason in ``request`` itself against a wheel with ``variants``; empty where some device could serve it."""
+def why_no_fused_shape(request: Request, variants: Sequence[Variant], *, alone: bool = False) -> list[str]:
+    """Every reason in ``request`` itself against a wheel with ``variants``; empty where some device could serve it.
+
+    ``alone``: each rank runs the kernels for its own experts (EP=1).
+    """
     lacking = [need for need in _needed(request) if not any(v.computes(*need) for v in variants)]
     kernels = [f"this wheel holds no {_called(op)} kernel in {precision}" for op, precision in lacking]
-    return [*_fused_shape(request, variants), *kernels]
+    return [*_fused_shape(request, variants), *kernels, *([] if alone else _num_ranks(request))]
 
 
 def holds_backward(request: Request, variants: Sequence[Variant]) -> bool:
@@ -164,7 +178,7 @@ def _of_ranks(facts: Sequence[RankFacts], judge: Callable[[RankFacts], Iterator[
             yield f"rank {rank}: {reason}" if len(facts) > 1 else reason
 
 
-def _stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
+def stand_in(request: Request, facts: Sequence[RankFacts]) -> str | None:
     """What serves the backward where a rank's wheel holds no kernel for it."""
     precision = request.backward_precision
     if precision not in _STAND_INS or all(_backward(request, fact) for fact in facts):
@@ -239,7 +253,13 @@ def _holds(op: str, precision: str, fact: RankFacts, wgrad: str = "none") -> boo
     )
 
 
+def _num_ranks(request: Request) -> Iterator[str]:
+    if request.num_ranks > MAX_RANKS:
+        yield f"the group has {request.num_ranks} ranks, one kernel spans at most {MAX_RANKS}"
+
+
 def _links(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """Every reason why the ranks cannot reach one another's memory."""
     machines: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         machines.setdefault(fact.machine or fact.host, []).append(rank)
@@ -256,6 +276,48 @@ def _links(facts: Sequence[RankFacts]) -> Iterator[str]:
             # Either may be the one that sees both: a rank whose visible devices are masked knows of no other GPU.
             elif (uuid, False) in fact.peer_access or (fact.device_uuid, False) in facts[other].peer_access:
                 yield f"ranks {rank} and {other}: no peer access between {fact.device} and {facts[other].device}"
+
+
+def _dispatched(request: Request, facts: Sequence[RankFacts], named: str | None) -> Iterator[str]:
+    fused, plain = why_no_fused_experts(request, facts), list(dict.fromkeys(_grouped(request, facts)))
+    if fused and (plain or named != "dispatched"):
+        yield f"no fused experts at EP=1: {'; '.join(dict.fromkeys(fused))}"
+        yield f"no grouped experts: {'; '.join(plain) or 'they serve where dispatched is named'}"
+    if named != "dispatched" and not any(_links(facts)) and not any(_num_ranks(request)):
+        yield "is for ranks outside one NVLink domain: name it (backend='dispatched') to use it inside"
+    if request.dispatcher in DISPATCHERS[1:]:
+        yield from _engine(request, facts)
+    yield from _group(facts)
+
+
+def _engine(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:
+    name = request.dispatcher
+    if request.dtype != "bfloat16":
+        yield f"dispatcher {name} moves bfloat16, got {request.dtype}"
+    if request.num_ranks == 1:
+        yield f"dispatcher {name}: needs a process group of several ranks"
+    for reason in _of_ranks(facts, _engine_of):
+        yield f"dispatcher {name}: {reason}"
+    versions = {rank: fact.engine_version for rank, fact in enumerate(facts)}
+    if len(set(versions.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {version}" for rank, version in versions.items())
+        yield f"dispatcher {name}: the ranks have different versions ({listed})"
+
+
+def _engine_of(fact: RankFacts) -> Iterator[str]:
+    if fact.device_type != "cuda":
+        yield f"needs an NVIDIA GPU, the device is {fact.device}"
+    elif fact.engine_version is None:
+        yield str(fact.engine_reason)
+
+
+def _experts(request: Request, facts: Sequence[RankFacts]) -> str:
+    """Which experts the backend `dispatched` runs, and what moves their tokens."""
+    head, fused = f"dispatcher {request.dispatcher}, experts by", why_no_fused_experts(request, facts)
+    if fused:
+        return f"{head} grouped, since no fused experts at EP=1: {'; '.join(dict.fromkeys(fused))}"
+    without = stand_in(request, facts)
+    return f"{head} fused at EP=1" + (f"; {without}" if without else "")
 
 
 def _deep_gemm(request: Request, facts: Sequence[RankFacts]) -> Iterator[str]:

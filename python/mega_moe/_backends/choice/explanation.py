@@ -43,7 +43,9 @@ class Explanation:
         fused = self.verdict("fused")
         if self.chosen == "fused":
             return "fused" if fused.note is None else f"fused; {fused.note}"
-        return self.chosen if fused.accepted else f"{self.chosen}, since {fused}"
+        note = self.verdict(self.chosen).note
+        chosen = f"{self.chosen} ({note})" if note else self.chosen
+        return chosen if fused.accepted else f"{chosen}, since {fused}"
 
     def as_dict(self) -> dict[str, Any]:
         return {

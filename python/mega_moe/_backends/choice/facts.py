@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from mega_moe._backends.deep_gemm import library as deep_gemm_library
+from mega_moe._backends.dispatched import packages
+from mega_moe._base.types import DISPATCHERS
 from mega_moe._ops import library
 
 
@@ -65,6 +67,10 @@ class RankFacts:
     variants: tuple[Variant, ...] = ()
     deep_gemm_version: str | None = None
     deep_gemm_reason: str | None = "deep_gemm is not looked for without a GPU"
+    engine_version: str | None = (
+        None  # of the package that moves the tokens of the backend dispatched, where one is named
+    )
+    engine_reason: str | None = "no engine is looked for without a GPU"
 
     @property
     def device_type(self) -> str:
@@ -89,8 +95,13 @@ def as_device(device: torch.device | str) -> torch.device:
     return torch.device("cpu") if known.type == "cpu" else known
 
 
-def collect(device: torch.device | str, group_backend: str | None = None) -> RankFacts:
-    """Facts of this process about ``device``; loads the compiled library to see whether it loads."""
+def collect(
+    device: torch.device | str, group_backend: str | None = None, dispatcher: str = "nccl"
+) -> RankFacts:
+    """Facts of this process about ``device``; loads the compiled library to see whether it loads.
+
+    Where a package that ``dispatcher`` names can be needed, it imports that, too.
+    """
     device = as_device(device)
     status = library.status()
     known: dict[str, Any] = dict(
@@ -113,6 +124,9 @@ def collect(device: torch.device | str, group_backend: str | None = None) -> Ran
     )
     if device.type == "cuda":
         known.update(_gpu(device))
+        if dispatcher in DISPATCHERS[1:]:
+            engine = packages.status(dispatcher)
+            known.update(engine_version=engine.version, engine_reason=engine.reason)
     return RankFacts(**known)
 
 

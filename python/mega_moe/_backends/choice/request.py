@@ -8,7 +8,6 @@ from mega_moe._base.activation import Activation
 from mega_moe._base.mode import Mode
 from mega_moe._base.types import (
     MAX_EXPERTS,
-    MAX_RANKS,
     MAX_TOKENS_PER_RANK,
     MAX_TOP_K,
     PRECISIONS,
@@ -23,7 +22,8 @@ DTYPES = ("bfloat16", "float32", "float64")
 @dataclass(frozen=True)
 class Request:
     """The static part of a layer. ``dtype``: of x and the weights; ``dw_precision``: of the wgrad GEMMs;
-    ``scale_format``: of the fp8 precisions; ``activation``: the kind of every call."""
+    ``scale_format``: of the fp8 precisions; ``activation``: the kind of every call; ``dispatcher``: the engine of the
+    backend `dispatched`, or what the caller's own is called."""
 
     num_experts: int
     max_tokens_per_rank: int
@@ -37,6 +37,7 @@ class Request:
     dw_precision: str = "bf16"
     scale_format: str = "fp32"
     activation: str = "swiglu"
+    dispatcher: str = "nccl"
 
     def __post_init__(self) -> None:
         positive_int("num_experts", self.num_experts, MAX_EXPERTS)
@@ -46,7 +47,7 @@ class Request:
             raise ValueError(f"top_k: got {self.top_k}, want at most the {self.num_experts} experts")
         positive_int("hidden", self.hidden)
         positive_int("intermediate", self.intermediate)
-        positive_int("num_ranks", self.num_ranks, MAX_RANKS)
+        positive_int("num_ranks", self.num_ranks)
         positive_int("num_reserved_sms", self.num_reserved_sms, zero=True)
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: got {self.precision!r}, want one of {', '.join(PRECISIONS)}")

@@ -51,6 +51,12 @@ def largest_pool_rows(request: Request) -> int:
     return _padded(every + (PAD_ROWS - 1) * request.num_local_experts)
 
 
+def expert_pool_rows(request: Request, tokens: int) -> int:
+    """`pool_rows` of the same routing, for experts at EP=1 that take up to ``tokens`` tokens of all ranks in a call."""
+    every = tokens * request.top_k + (PAD_ROWS - 1) * request.num_local_experts
+    return min(pool_rows(request), _padded(every))
+
+
 def _padded(rows: int) -> int:
     return -(-rows // PAD_ROWS) * PAD_ROWS
 

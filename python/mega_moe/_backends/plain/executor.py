@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from mega_moe._backends.group import Control
 from mega_moe._backends.plain.activation import wide
+from mega_moe._backends.plain.agreement import Agreement, Call
 from mega_moe._backends.plain.arithmetic import Arithmetic, Experts, Payload
 from mega_moe._backends.plain.exchange import (
     ReceivePlan,
@@ -24,20 +22,11 @@ from mega_moe._backends.plain.exchange import (
     take,
 )
 from mega_moe._base.activation import Activation
-from mega_moe._base.errors import MegaMoEError, PeerError
+from mega_moe._base.errors import MegaMoEError
 from mega_moe._base.layer import Gradients, LayerInputs, Needs
 
 if TYPE_CHECKING:
     from mega_moe._backends.choice.request import Request
-
-
-class _Call(NamedTuple):
-    """What the ranks have agreed on. Expert ids int64, -1 for masked; weights wide; ``counts [R, E]`` on the CPU."""
-
-    topk_idx: Tensor
-    topk_weights: Tensor
-    counts: Tensor
-    needs: int  # of any rank
 
 
 class _Tables(NamedTuple):
@@ -56,7 +45,7 @@ class PlainExecutor:
     group: Any = None
 
     def __post_init__(self) -> None:
-        self._call = 0
+        self._agreement = Agreement(self.request, self.control, self.request.num_experts, self._count)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -67,8 +56,8 @@ class PlainExecutor:
     ) -> tuple[Tensor, None]:
         if saved_rows is not None:
             raise MegaMoEError("this backend saves no gate and up for the backward")
-        call = self._begin("forward", inputs, activation, 0)
-        arrived, tables = self._dispatch(call, self.arithmetic.payload(inputs.x.contiguous()))
+        call = self._agreement.begin("forward", inputs, activation, 0)
+        arrived, tables = self._dispatch(call, inputs, self.arithmetic.payload(inputs.x.contiguous()))
         experts = Experts(inputs.w_gate_up, inputs.w_down, tables.receive.counts, activation)
         o = self.arithmetic.forward(arrived, tables.weight, experts)
         return self._combine(o, tables, inputs.x.shape, inputs.topk_idx.shape[1]), None
@@ -88,9 +77,9 @@ class PlainExecutor:
             raise MegaMoEError("this backend saves no gate and up, and was given some")
         x, topk_idx, topk_weights, w_gate_up, w_down = inputs
         mask = sum(1 << bit for bit, need in enumerate(needs) if need)
-        call = self._begin("backward", inputs, activation, mask)
+        call = self._agreement.begin("backward", inputs, activation, mask)
         # Rows travel in the inputs' dtype: wgrad reads them so, and quantizing on arrival gives the same codes.
-        arrived, tables = self._dispatch(call, (x.contiguous(), dy))
+        arrived, tables = self._dispatch(call, inputs, (x.contiguous(), dy))
         # A rank computes the rows' gradients for every rank that asked, the weights' for itself.
         of_rows = needs._replace(x=bool(call.needs & 1), topk_weights=bool(call.needs & 2))
         experts = Experts(w_gate_up, w_down, tables.receive.counts, activation)
@@ -111,59 +100,13 @@ class PlainExecutor:
 
     def refuse(self, error: Exception, num_tokens: int = 0) -> None:
         """Let the other ranks, which are at or on their way to this call, raise PeerError with ``error``."""
-        if self.control.size > 1:
-            self._agree({"phase": "forward"}, 0, torch.zeros(self.request.num_experts, device="cpu"), error)
+        self._agreement.refuse(error)
 
-    def _begin(self, phase: str, inputs: LayerInputs, activation: Activation, needs: int) -> _Call:
-        x, topk_idx, topk_weights = inputs[:3]
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise MegaMoEError(
-                "this backend sizes its exchange on the host and cannot be captured into a CUDA graph; "
-                "only the forward of the fused backend can"
-            )
-        experts, most = self.request.num_experts, self.request.max_tokens_per_rank
-        ids = topk_idx.to(torch.int64)
-        wrong = (ids < -1) | (ids >= experts)
-        ids = ids.masked_fill(wrong, -1)
-        counts = torch.bincount(ids.reshape(-1) + 1, minlength=experts + 1)[1:]
-        *totals, num_wrong = torch.cat((counts, wrong.sum()[None])).tolist()  # the only wait for the device
-        refusal: Exception | None = None
-        if x.shape[0] > most:
-            refusal = ValueError(
-                f"x: got {x.shape[0]} tokens, the buffer was built for max_tokens_per_rank={most}"
-            )
-        elif num_wrong:
-            token, slot = wrong.nonzero()[0].tolist()
-            refusal = ValueError(
-                f"topk_idx[{token}, {slot}]: got expert {int(topk_idx[token, slot])}, want -1 or 0 to {experts - 1}"
-            )
-        call = {"phase": phase, "dtype": x.dtype, "activation": activation.kind}
-        call |= {"clamp": activation.clamp, "alpha": activation.alpha}
-        everyone, union = self._agree(call, needs, torch.tensor(totals, device="cpu"), refusal)
-        return _Call(ids, topk_weights.to(wide(x.dtype)), everyone, union)
+    def _count(self, ids: Tensor) -> Tensor:
+        """Rows for each expert."""
+        return torch.bincount(ids.reshape(-1) + 1, minlength=self.request.num_experts + 1)[1:]
 
-    def _agree(
-        self, call: dict[str, Any], needs: int, counts: Tensor, refusal: Exception | None
-    ) -> tuple[Tensor, int]:
-        """Rows for each expert by rank, and the union of needs; raises where a rank refuses or runs another call."""
-        self._call += 1
-        what = f"{call['phase']} call {self._call}"
-        call["call"] = self._call
-        digest = int.from_bytes(hashlib.sha256(repr(call).encode()).digest()[:7], "big")
-        head = torch.tensor([int(refusal is not None), digest, needs], device="cpu")
-        row = torch.cat((head, counts.to(torch.int64)))
-        rows = self.control.exchange(row, what)
-        refused, digests, everyones_needs = rows[:, :3].T.tolist()
-        if any(refused):
-            self.control.gather_errors(refusal, what)
-        if len(set(digests)) > 1:
-            calls = self.control.gather(call, what)
-            name = next(name for name in call if len({other[name] for other in calls}) > 1)
-            got = ", ".join(f"rank {rank}: {other[name]}" for rank, other in enumerate(calls))
-            raise PeerError(f"rank {self.control.rank}: ranks disagree on the {name} of {what}: {got}")
-        return rows[:, 3:], functools.reduce(operator.or_, everyones_needs)
-
-    def _dispatch(self, call: _Call, payload: Payload) -> tuple[Payload, _Tables]:
+    def _dispatch(self, call: Call, inputs: LayerInputs, payload: Payload) -> tuple[Payload, _Tables]:
         counts, rank = call.counts, self.control.rank
         send = send_plan(call.topk_idx, counts, rank)
         token = send.pair // max(call.topk_idx.shape[1], 1)
@@ -173,7 +116,8 @@ class PlainExecutor:
             return all_to_all(rows, send.splits, source, self.group)
 
         receive = receive_plan(travel(token), counts, rank)
-        weight = take(travel(call.topk_weights.reshape(-1)[send.pair]), receive.order)
+        weights = inputs.topk_weights.to(wide(inputs.x.dtype))
+        weight = take(travel(weights.reshape(-1)[send.pair]), receive.order)
         arrived = tuple(take(travel(take(part, token)), receive.order) for part in payload)
         return arrived, _Tables(send, receive, weight)
 
