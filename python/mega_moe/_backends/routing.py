@@ -32,6 +32,10 @@ class Routing(NamedTuple):
     status: Tensor
     """``[]``: 0, or the kind of fault that the next call or ``buffer.check()`` raises."""
 
+    def add_to(self, received: Tensor) -> None:
+        """Adds the rows of each local expert to ``received [E_local]``; nothing where the call was not served."""
+        received.add_(self.tokens_per_expert.clamp_min(0))
+
 
 def routing_of(summary: Tensor, num_ranks: int, num_local: int) -> Routing:
     """Views of ``summary``: status, chunks, tokens by rank, rows, residents by first and by last, rows, residents."""

@@ -121,9 +121,10 @@ class SymmBuffer:
         self.topk_weights: Tensor | None = view("topk_weights")
 
     def staged(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, ids and weights of the first rows; MegaMoEError after `destroy`."""
-        if self.x is None or self.topk_idx is None or self.topk_weights is None:
-            raise MegaMoEError("sym_buffer: was destroyed; get a new one")
+        """x, ids and weights of the first rows."""
+        assert self.x is not None
+        assert self.topk_idx is not None
+        assert self.topk_weights is not None
         return self.x[:num_tokens], self.topk_idx[:num_tokens], self.topk_weights[:num_tokens]
 
     def destroy(self) -> None:

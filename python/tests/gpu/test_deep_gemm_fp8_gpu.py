@@ -262,21 +262,22 @@ def test_ranks_find_what_each_has_staged(cuda_device: torch.device, counts: list
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weight_gradients_are_overwritten(cuda_device: torch.device, num_ranks: int) -> None:
-    """Over NaN, in both dtypes, for experts without a row too."""
+def test_given_results_are_overwritten(cuda_device: torch.device, num_ranks: int) -> None:
+    """Over NaN, in both dtypes of the weights' gradients, for experts without a row too."""
     layer, ranks, _ = ranks_of(cuda_device, [300 - 50 * rank for rank in range(num_ranks)], "many chunks")
     for own in layer.ids:
         own.masked_fill_(own == 3, -1)
     dy = random_dy(layer)
     for dtype in (torch.bfloat16, torch.float32):
         want = ranks.backward(layer, dy, dw_dtype=dtype)
-        into = [
-            tuple(torch.full_like(w, float("nan"), dtype=dtype) for w in layer.experts(rank))
-            for rank in range(num_ranks)
+        out = [
+            tuple(torch.full_like(result, float("nan")) for result in own if result is not None)
+            for own in want
         ]
-        got = ranks.backward(layer, dy, into=into, overwrite=True)
-        whole = [Gradients(own.dx, own.dtopk, *written) for own, written in zip(got, into, strict=True)]
-        assert_same_bits(whole, want, str(dtype))
+        got = ranks.backward(layer, dy, out=out)
+        assert_same_bits([Gradients(*written) for written in out], want, str(dtype))
+        for own, written in zip(got, out, strict=True):
+            assert all(result is given for result, given in zip(own, written, strict=True))
     ranks.check()
 
 

@@ -174,7 +174,7 @@ def dense(value: Tensor) -> Tensor:
 
 
 def writable(gradients: Sequence[Tensor]) -> bool:
-    """Whether the kernel can write weight gradients as these lie in memory."""
+    """Whether a kernel can write results of one dtype as these lie in memory."""
     return all(
         g.is_contiguous()
         and g.data_ptr() % _TENSOR_ALIGNMENT == 0
@@ -182,6 +182,20 @@ def writable(gradients: Sequence[Tensor]) -> bool:
         and g.dtype == gradients[0].dtype
         for g in gradients
     )
+
+
+def as_written(*results: Tensor) -> list[Tensor]:
+    """Where a kernel writes ``results``: themselves, but new memory for one that lies otherwise or is too narrow.
+
+    The kernels write all results of a call that are given here in one dtype, the widest.
+    """
+    dtype = functools.reduce(torch.promote_types, (result.dtype for result in results))
+    return [
+        result
+        if result.dtype == dtype and writable([result])
+        else torch.empty(result.shape, dtype=dtype, device=result.device)
+        for result in results
+    ]
 
 
 def write_canaries(memory: Tensor, layout: Layout) -> None:
