@@ -44,7 +44,7 @@ def transform_weights_for_mega_moe_sm90(
     l1_natural_layout: bool = True,
 ) -> tuple[_Weights, _Weights]:
     """As `transform_weights_for_mega_moe`; shared weights are refused."""
-    check_shared(shared_l1_weights=shared_l1_weights, shared_l2_weights=shared_l2_weights)
+    check_shared(shared_l1_weights, shared_l2_weights)
     return transform_weights_for_mega_moe(l1_weights, l2_weights, l1_natural_layout=l1_natural_layout)
 
 
@@ -80,8 +80,7 @@ def bf16_mega_moe(
     """
 
     with refusing(sym_buffer):
-        shared = {"shared_l1_weights": shared_l1_weights, "shared_l2_weights": shared_l2_weights}
-        check_call(sym_buffer, "bf16xbf16", activation, **shared)
+        check_call(sym_buffer, "bf16xbf16", activation, shared_l1_weights, shared_l2_weights)
         check_natural(l1_natural_layout=l1_natural_layout)
         _check_weights(sym_buffer, l1_weights, l2_weights)
         check_rows("y", y, sym_buffer)
@@ -137,13 +136,8 @@ def bf16_mega_moe_backward(
             then NaN, dw1 and dw2 of no use, and their next call or ``sym_buffer.moe.check()`` raises PeerError.
     """
     with refusing(sym_buffer):
-        shared = {
-            "shared_l1_weights": shared_l1_weights,
-            "shared_l2_weights": shared_l2_weights,
-            "shared_dw1_weights": shared_dw1_weights,
-            "shared_dw2_weights": shared_dw2_weights,
-        }
-        check_call(sym_buffer, "bf16xbf16", activation, **shared)
+        shared = shared_l1_weights, shared_l2_weights, shared_dw1_weights, shared_dw2_weights
+        check_call(sym_buffer, "bf16xbf16", activation, *shared)
         check_natural(l1_natural_layout=l1_natural_layout, dw_natural_layout=dw_natural_layout)
         _check_weights(sym_buffer, l1_weights, l2_weights)
         check_results(sym_buffer, dy, dx, dtopk, dw1, dw2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_moe._base.errors import BackendRefusedError, MegaMoEError
+from mega_moe._base.errors import BackendRefusedError
 from mega_moe._base.types import SCALE_BLOCK
 from mega_moe.deep_gemm.symm_buffer import SymmBuffer, check_activation
 
@@ -32,21 +32,20 @@ def refusing(sym_buffer: Any) -> Iterator[None]:
         raise
 
 
-def check_call(sym_buffer: Any, mma_type: str, activation: str, **shared: Any) -> None:
+def check_call(sym_buffer: Any, mma_type: str, activation: str, *shared: Any) -> None:
     if not isinstance(sym_buffer, SymmBuffer):
         raise TypeError(
             f"sym_buffer: got {type(sym_buffer).__name__}, want what get_symm_buffer_for_mega_moe of mega_moe returns"
         )
-    if sym_buffer.buffer is None:
-        raise MegaMoEError("sym_buffer: was destroyed; get a new one")
     if sym_buffer.mma_type != mma_type:
         raise ValueError(f"sym_buffer: its mma_type is {sym_buffer.mma_type}, this call wants {mma_type}")
     check_activation(activation)
-    check_shared(**shared)
+    check_shared(*shared)
 
 
-def check_shared(**shared: Any) -> None:
-    for name, value in shared.items():
+def check_shared(*shared: Any) -> None:
+    names = "shared_l1_weights", "shared_l2_weights", "shared_dw1_weights", "shared_dw2_weights"
+    for name, value in zip(names, shared):
         if value is not None:
             raise ValueError(
                 f"{name}: got {type(value).__name__}, want None: shared experts are no part of this layer, compute "
@@ -116,20 +115,17 @@ def check_tensor(
 
 def check_apart(results: dict[str, Tensor], *others: Tensor) -> None:
     """The kernels write results while other ranks still read: none may share memory with an operand or another."""
-    spans = [_span(other) for other in others]
+    taken = [_bytes_of(other) for other in others]
     for name, result in results.items():
-        start, end = span = _span(result)
-        if any(start < other_end and other_start < end for other_start, other_end in spans):
+        own = _bytes_of(result)
+        if any(own.start < other.stop and other.start < own.stop for other in taken):
             raise ValueError(
                 f"{name}: got memory that another tensor of the call lies in, want memory of its own"
             )
-        spans.append(span)
+        taken.append(own)
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Bytes from the first element to behind the last."""
-    start = tensor.data_ptr()
-    if not tensor.numel():
-        return start, start
+def _bytes_of(tensor: Tensor) -> range:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return start, start + (last + 1) * tensor.element_size()
+    size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return range(tensor.data_ptr(), tensor.data_ptr() + size)

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from mega_moe._backends.fused.prequantized import PrequantizedLayer, QuantizedWeight
 from mega_moe._base.activation import as_activation
 from mega_moe._base.errors import BackendRefusedError
+from mega_moe._base.types import positive_int
 from mega_moe.deep_gemm.checks import (
     BF16,
     check_apart,
@@ -66,8 +67,7 @@ def fp8_mega_moe(
     """
 
     with refusing(sym_buffer):
-        shared = {"shared_l1_weights": shared_l1_weights, "shared_l2_weights": shared_l2_weights}
-        check_call(sym_buffer, "fp8xfp8", activation, **shared)
+        check_call(sym_buffer, "fp8xfp8", activation, shared_l1_weights, shared_l2_weights)
         given = _prequantized(sym_buffer, "fp8_mega_moe")
         _check_recipe(recipe)
         hidden, inner = sym_buffer.hidden, sym_buffer.intermediate_hidden
@@ -159,9 +159,5 @@ def _check_recipe(recipe: Any) -> None:
 
 
 def _check_bound(bound: Any, tokens: int) -> None:
-    if bound is None:
-        return
-    if isinstance(bound, bool) or not isinstance(bound, int):
-        raise TypeError(f"num_tokens_bound: got {type(bound).__name__}, want None or an int")
-    if bound < tokens:
+    if bound is not None and positive_int("num_tokens_bound", bound, zero=True) < tokens:
         raise ValueError(f"num_tokens_bound: got {bound}, want at least the {tokens} tokens of y")
