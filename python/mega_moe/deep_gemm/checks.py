@@ -111,21 +111,3 @@ def check_tensor(
     if len(got) != len(want) or any(w is not None and g != w for g, w in zip(got, want)):
         shown = ", ".join("T" if w is None else str(w) for w in want)
         raise ValueError(f"{name}: got shape {tuple(got)}, want ({shown})")
-
-
-def check_apart(results: dict[str, Tensor], *others: Tensor) -> None:
-    """The kernels write results while other ranks still read: none may share memory with an operand or another."""
-    taken = [_bytes_of(other) for other in others]
-    for name, result in results.items():
-        own = _bytes_of(result)
-        if any(own.start < other.stop and other.start < own.stop for other in taken):
-            raise ValueError(
-                f"{name}: got memory that another tensor of the call lies in, want memory of its own"
-            )
-        taken.append(own)
-
-
-def _bytes_of(tensor: Tensor) -> range:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    size = (last + 1) * tensor.element_size() if tensor.numel() else 0
-    return range(tensor.data_ptr(), tensor.data_ptr() + size)

@@ -14,7 +14,6 @@ from mega_moe._base.errors import BackendRefusedError
 from mega_moe._base.types import positive_int
 from mega_moe.deep_gemm.checks import (
     BF16,
-    check_apart,
     check_call,
     check_pair,
     check_results,
@@ -47,7 +46,7 @@ def fp8_mega_moe(
     """Writes y ``[T, H]`` bf16 from the first T rows of the buffer, whose x is e4m3 with scales alongside it.
 
     Args:
-        y: overwritten; its number of rows is T. In memory of its own: see `bf16_mega_moe_backward`.
+        y: overwritten; its number of rows is T. How it is written: see `bf16_mega_moe_backward`.
         l1_weights: e4m3 codes ``[E_local, 2I, H]``, I gate rows then I up rows, and fp32 scales
             ``[E_local, 2I / 128, H / 128]``.
         l2_weights: e4m3 codes ``[E_local, H, I]`` and fp32 scales ``[E_local, H / 128, I / 128]``.
@@ -77,8 +76,7 @@ def fp8_mega_moe(
         _check_bound(num_tokens_bound, y.shape[0])
         check_stats(cumulative_local_expert_recv_stats, sym_buffer)
         act = as_activation(None, activation_clamp)
-        x, ids, weights = sym_buffer.staged(y.shape[0])
-        check_apart({"y": y}, x, ids, weights, *l1_weights, *l2_weights)
+        _, ids, weights = sym_buffer.staged(y.shape[0])
     with torch.no_grad():
         l1, l2 = QuantizedWeight(*l1_weights), QuantizedWeight(*l2_weights)
         _, routing = given.forward(ids, weights, l1, l2, act, y)
@@ -133,9 +131,7 @@ def fp8_mega_moe_backward(
         check_results(sym_buffer, dy, dx, dtopk, dw1, dw2)
         check_tensor("x", x, sym_buffer, BF16, (dy.shape[0], hidden))
         act = as_activation(None, activation_clamp)
-        staged, ids, weights = sym_buffer.staged(dy.shape[0])
-        results = {"dx": dx, "dtopk": dtopk, "dw1": dw1, "dw2": dw2}
-        check_apart(results, dy, x, staged, ids, weights, *l1, *l1_t, *l2_t)
+        _, ids, weights = sym_buffer.staged(dy.shape[0])
     with torch.no_grad():
         copies = QuantizedWeight(*l1), QuantizedWeight(*l1_t), QuantizedWeight(*l2_t)
         given.backward(dy, x, ids, weights, *copies, act, (dx, dtopk, dw1, dw2))

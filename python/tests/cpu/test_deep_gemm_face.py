@@ -43,6 +43,36 @@ def test_argument_order(name: str) -> None:
     assert positional == ORDER[name].split()
 
 
+# Calls as trainers and servers write them: positional arguments, keywords.
+AS_CALLED = {
+    "get_symm_buffer_for_mega_moe": [(6, "num_shared_experts mma_type"), (6, "mma_type activation"), (6, "")],
+    "transform_weights_for_mega_moe": [(2, ""), (3, "")],
+    "transform_weights_for_mega_moe_sm90": [(2, ""), (4, "")],
+    "bf16_mega_moe": [
+        (4, "activation_clamp"),
+        (4, "activation_clamp l1_natural_layout"),
+        (4, "shared_l1_weights shared_l2_weights activation fast_math"),
+        (0, "y l1_weights l2_weights sym_buffer cumulative_local_expert_recv_stats activation_clamp fast_math"),
+    ],
+    "bf16_mega_moe_backward": [
+        (8, "activation_clamp dw_natural_layout l1_natural_layout"),
+        (8, "shared_l1_weights shared_l2_weights shared_dw1_weights shared_dw2_weights activation_clamp fast_math"),
+    ],
+    "fp8_mega_moe": [
+        (4, "recipe activation activation_clamp fast_math"),
+        (4, "cumulative_local_expert_recv_stats recipe activation activation_clamp fast_math num_tokens_bound"),
+        (4, "shared_l1_weights shared_l2_weights cumulative_local_expert_recv_stats recipe"),
+    ],
+    "fp8_mega_moe_backward": [(10, "activation_clamp")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_CALLED)
+def test_calls_as_others_write_them(name: str) -> None:
+    for positional, keywords in AS_CALLED[name]:
+        inspect.signature(getattr(face, name)).bind(*[None] * positional, **dict.fromkeys(keywords.split()))
+
+
 @pytest.fixture
 def problem() -> Problem:
     return random_problem(48, 64, 32, 8, 2, masked=0.1)

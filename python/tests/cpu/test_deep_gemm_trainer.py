@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import mega_moe
+from mega_moe import MoEBuffer
 from mega_moe import deep_gemm as face
 from mega_moe._ops.layer import CALLS
 from mega_moe.testing import fp64_moe_grads, random_problem, relative_l2
@@ -149,3 +151,42 @@ def test_gradients_against_fp64(way: str) -> None:
         ):
             assert got is not None
             assert relative_l2(got.detach(), exact) < 6e-3
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_calls_themselves_compile() -> None:
+    """In one graph, without an operator of the trainer's around them."""
+    problem = random_problem(TOKENS, HIDDEN, INNER, EXPERTS, TOP_K)
+    layer = Layer(problem.w_gate_up, problem.w_down)
+    stage(layer.key, *problem.inputs[:3])
+    buffer = BUFFERS[layer.key]
+
+    def both(dy: Tensor, l1: Tensor, l2: Tensor) -> tuple[Tensor, ...]:
+        y, dx = torch.empty_like(dy), torch.empty_like(dy)
+        dtopk, stats = torch.empty(TOKENS, TOP_K), torch.zeros(EXPERTS, dtype=torch.int32)
+        dw1, dw2 = torch.empty_like(l1), torch.empty_like(l2)
+        face.bf16_mega_moe(y, l1, l2, buffer, cumulative_local_expert_recv_stats=stats)
+        face.bf16_mega_moe_backward(dx, dw1, dw2, dtopk, dy, l1, l2, buffer)
+        return y, dx, dtopk, dw1, dw2, stats
+
+    *got, stats = compiled(both)(problem.dy, problem.w_gate_up, problem.w_down)
+    for value, exact in zip(got, fp64_moe_grads(problem.dy, *problem.inputs), strict=True):
+        assert relative_l2(value, exact) < 6e-3
+    assert stats.tolist() == torch.bincount(problem.topk_idx.flatten(), minlength=EXPERTS).tolist()
+
+
+def test_flops_are_those_of_the_layer() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    problem = random_problem(TOKENS, HIDDEN, INNER, EXPERTS, TOP_K)
+    with MoEBuffer(**problem.sizes, backend="grouped") as buffer, FlopCounterMode(display=False) as want:
+        leaves = problem.requires_grad()
+        mega_moe.moe(*leaves.inputs, buffer=buffer).backward(problem.dy)
+    own = face.get_symm_buffer_for_mega_moe(None, EXPERTS, 64, TOP_K, HIDDEN, INNER, mma_type="bf16xbf16")
+    weights = problem.w_gate_up, problem.w_down
+    results = [torch.empty_like(t) for t in (problem.x, *weights, problem.topk_weights)]
+    with FlopCounterMode(display=False) as got:
+        face.bf16_mega_moe(torch.empty_like(problem.x), *weights, own)
+        face.bf16_mega_moe_backward(*results, problem.dy, *weights, own)  # type: ignore[call-arg]
+    assert got.get_total_flops() == want.get_total_flops() > 0
+    own.destroy()

@@ -53,8 +53,10 @@ class KernelLayer:
         if copies is not None:
             gate_up, down = copies
             weights = (gate_up.codes, down.codes, gate_up.scales, down.scales)
-        out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if out is None else out
-        (y,) = as_written(out)
+        if out is None:
+            y = out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        else:
+            (y,) = as_written(out, read=(x, topk_idx, topk_weights, *weights))
         routing = self._kernels.call(
             lambda summary, words: library.require().moe_forward(
                 x,
@@ -97,6 +99,10 @@ class KernelLayer:
         shapes alone are then read.
         """
         x, topk_idx, topk_weights, w_gate_up, w_down = inputs
+        weights: tuple[Tensor | None, ...] = (w_gate_up, w_down, None, None, None, None)
+        if copies is not None:
+            gate_up, down = copies
+            weights = (gate_up.codes, None, gate_up.transposed, down.transposed, gate_up.scales, down.scales)
         # Contiguous, whatever the weight is: in fp8 the kernel reads its copies alone.
         forms = (
             (x.shape, x.dtype),
@@ -106,18 +112,16 @@ class KernelLayer:
         )
         given = Gradients(None, None, *into) if into is not None else Gradients()
         if out is not None:
+            read = (dy, x, topk_idx, topk_weights, *weights)
             dx, dtopk, *dw = out
-            given = Gradients(*as_written(dx), *as_written(dtopk), *as_written(*dw))
+            rows = *as_written(dx, read=read), *as_written(dtopk, read=read)
+            given = Gradients(*rows, *as_written(*dw, read=read))
         results = Gradients(
             *(
                 (torch.empty(shape, dtype=dtype, device=x.device) if own is None else own) if needed else None
                 for (shape, dtype), own, needed in zip(forms, given, needs, strict=True)
             )
         )
-        weights: tuple[Tensor | None, ...] = (w_gate_up, w_down, None, None, None, None)
-        if copies is not None:
-            gate_up, down = copies
-            weights = (gate_up.codes, None, gate_up.transposed, down.transposed, gate_up.scales, down.scales)
         routing = self._kernels.call(
             lambda summary, words: library.require().moe_backward(
                 dy,

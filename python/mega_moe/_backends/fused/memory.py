@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,16 +184,21 @@ def writable(gradients: Sequence[Tensor]) -> bool:
     )
 
 
-def as_written(*results: Tensor) -> list[Tensor]:
-    """Where a kernel writes ``results``: themselves, but new memory for one that lies otherwise or is too narrow.
+def as_written(*results: Tensor, read: Iterable[Tensor | None]) -> list[Tensor]:
+    """Where a kernel writes ``results``, in the widest of their dtypes: themselves where it can, else new memory.
 
-    The kernels write all results of a call that are given here in one dtype, the widest.
+    It cannot write one that lies otherwise, is narrower, or shares memory with what it ``read``s while it writes.
     """
     dtype = functools.reduce(torch.promote_types, (result.dtype for result in results))
+    taken = [(tensor.data_ptr(), tensor.nbytes) for tensor in read if tensor is not None]
+
+    def can(result: Tensor) -> bool:
+        at, size = result.data_ptr(), result.nbytes
+        apart = all(at + size <= other or other + room <= at for other, room in taken)
+        return apart and result.dtype == dtype and writable([result])
+
     return [
-        result
-        if result.dtype == dtype and writable([result])
-        else torch.empty(result.shape, dtype=dtype, device=result.device)
+        result if can(result) else torch.empty(result.shape, dtype=dtype, device=result.device)
         for result in results
     ]
 
