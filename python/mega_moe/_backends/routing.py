@@ -32,10 +32,6 @@ class Routing(NamedTuple):
     status: Tensor
     """``[]``: 0, or the kind of fault that the next call or ``buffer.check()`` raises."""
 
-    def add_to(self, received: Tensor) -> None:
-        """Adds the rows of each local expert to ``received [E_local]``; nothing where the call was not served."""
-        received.add_(self.tokens_per_expert.clamp_min(0))
-
 
 def routing_of(summary: Tensor, num_ranks: int, num_local: int) -> Routing:
     """Views of ``summary``: status, chunks, tokens by rank, rows, residents by first and by last, rows, residents."""
@@ -43,6 +39,11 @@ def routing_of(summary: Tensor, num_ranks: int, num_local: int) -> Routing:
         [2, num_ranks, num_local, num_local, num_local, 2]
     )
     return Routing(rows, tokens, first, last, totals[0], totals[1], head[1], head[0])
+
+
+def add_received(routing: Routing, received: Tensor) -> None:
+    """Adds the rows of each local expert to ``received [E_local]``; nothing where the call was not served."""
+    received.add_(routing.tokens_per_expert.clamp_min(0))
 
 
 def new_summary(num_ranks: int, num_local: int, device: torch.device) -> Tensor:

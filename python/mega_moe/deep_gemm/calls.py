@@ -77,7 +77,6 @@ def bf16_mega_moe(
     Raises:
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
     """
-
     with refusing(sym_buffer):
         check_call(sym_buffer, "bf16xbf16", activation, shared_l1_weights, shared_l2_weights)
         check_natural(l1_natural_layout=l1_natural_layout)

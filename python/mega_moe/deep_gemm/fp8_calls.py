@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mega_moe._backends.fused.prequantized import PrequantizedLayer, QuantizedWeight
+from mega_moe._backends.routing import add_received
 from mega_moe._base.activation import as_activation
 from mega_moe._base.errors import BackendRefusedError
 from mega_moe._base.types import positive_int
@@ -81,7 +82,7 @@ def fp8_mega_moe(
         l1, l2 = QuantizedWeight(*l1_weights), QuantizedWeight(*l2_weights)
         _, routing = given.forward(ids, weights, l1, l2, act, y)
         if cumulative_local_expert_recv_stats is not None:
-            routing.add_to(cumulative_local_expert_recv_stats)
+            add_received(routing, cumulative_local_expert_recv_stats)
     increment_version(y)
 
 

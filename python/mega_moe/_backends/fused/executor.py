@@ -9,6 +9,7 @@ from mega_moe._backends.fused.launch import KernelRank
 from mega_moe._backends.fused.layer import Copies, KernelLayer
 from mega_moe._backends.fused.memory import dense, writable
 from mega_moe._backends.fused.weight_copies import WeightCopies
+from mega_moe._backends.routing import add_received
 from mega_moe._base.activation import Activation
 from mega_moe._base.errors import MegaMoEError, PeerError
 from mega_moe._base.layer import Gradients, LayerInputs, Needs, Outputs
@@ -64,7 +65,7 @@ class FusedExecutor:
             given = _dense(inputs, copies)
             y, routing = self._layer.forward(given, activation, copies=copies, saved_gate_up=saved, out=out)
         if received is not None:
-            routing.add_to(received)
+            add_received(routing, received)
         return y, saved
 
     def backward(
