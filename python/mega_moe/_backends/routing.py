@@ -41,6 +41,11 @@ def routing_of(summary: Tensor, num_ranks: int, num_local: int) -> Routing:
     return Routing(rows, tokens, first, last, totals[0], totals[1], head[1], head[0])
 
 
+def add_received(routing: Routing, received: Tensor) -> None:
+    """Adds the rows of each local expert to ``received [E_local]``; nothing where the call was not served."""
+    received.add_(routing.tokens_per_expert.clamp_min(0))
+
+
 def new_summary(num_ranks: int, num_local: int, device: torch.device) -> Tensor:
     """What a launch fills, not initialized."""
     return torch.empty(2 + num_ranks + 3 * num_local + 2, dtype=torch.int32, device=device)

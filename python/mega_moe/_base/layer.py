@@ -26,6 +26,10 @@ class Needs(NamedTuple):
     w_down: bool = True
 
 
+# The caller's memory for dx, dtopk, dw_gate_up and dw_down.
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 class Gradients(NamedTuple):
     """Those of `LayerInputs`; None for one that nobody needs, or that went into a buffer of the caller's."""
 
@@ -42,3 +46,12 @@ class Gradients(NamedTuple):
             if gradient is not None:
                 buffer.add_(gradient)
         return Gradients(self.dx, self.dtopk)
+
+    def copy_into(self, out: Outputs | None) -> Gradients:
+        """Overwrites ``out``, where there is any, with those that lie elsewhere -> gradients that lie there."""
+        if out is None:
+            return self
+        for result, gradient in zip(out, self, strict=True):
+            if gradient is not None and gradient is not result:
+                result.copy_(gradient)
+        return Gradients(*out)

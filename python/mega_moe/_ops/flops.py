@@ -14,7 +14,14 @@ def register() -> None:
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None or torch.ops.mega_moe.run in counter.flop_registry:
         return
-    formulas = {"run": _run, "run_saving": _run_saving, "backward": _backward, "backward_into": _backward}
+    formulas = {
+        "run": _run,
+        "run_saving": _run_saving,
+        "run_out": _run_saving,
+        "backward": _backward,
+        "backward_into": _backward,
+        "backward_out": _backward_out,
+    }
     for name, formula in formulas.items():
         target = getattr(torch.ops.mega_moe, name)
         counter.register_flop_formula(target)(formula)
@@ -36,6 +43,10 @@ def _backward(dy: Any, *others: Any, **_: Any) -> int:
     x, _weights, gate_up, down = others[-2]  # needs
     # dh always; dx and dW of gate and up are twice as wide.
     return int(2 + 4 * x + 4 * gate_up + 2 * down) * _size_of_gemm(others)
+
+
+def _backward_out(dy: Any, *others: Any, **_: Any) -> int:
+    return 12 * _size_of_gemm(others)
 
 
 def _size_of_gemm(inputs: Any) -> int:

@@ -1,5 +1,7 @@
 """The layer as torch operators: `save` and `run`, or `run_saving`; `backward` and `backward_into` behind them.
 
+`run_out` and `backward_out` overwrite the caller's tensors and have no gradients.
+
 Autograd is two nodes. `save` keeps the inputs and returns a token shaped like y; `run` computes y, keeps nothing, and
 its gradient hands dy to `save`. Activation checkpointing therefore stops its recomputation after `save`, before the
 layer itself runs a second time. `run_saving` is one node: what it keeps, gate and up among it, only the layer makes.
@@ -36,6 +38,11 @@ _library.define(f"backward(Tensor dy, {_INPUTS}, {_CALL}, {_GIVEN}) -> (Tensor, 
 _library.define(
     f"backward_into(Tensor dy, {_INPUTS}, Tensor(a!) grad_gate_up, Tensor(b!) grad_down, {_CALL}, {_GIVEN})"
     " -> (Tensor, Tensor)"
+)
+_library.define(f"run_out({_INPUTS}, Tensor(a!) y, Tensor(b!)? received, {_CALL}) -> ()")
+_library.define(
+    f"backward_out(Tensor dy, {_INPUTS}, Tensor(a!) dx, Tensor(b!) dtopk, Tensor(c!) grad_gate_up, "
+    f"Tensor(d!) grad_down, {_CALL}) -> ()"
 )
 
 _INPUT = slice(0, 5)
@@ -103,6 +110,21 @@ def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _backward_into(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     inputs, into, call = LayerInputs(*args[_INPUT]), args[_BUFFERS], _Call(*args[7:-2])
     return _gradients(dy, inputs, into, call, *args[-2:])[:2]
+
+
+def _run_out(*args: Any) -> None:
+    inputs, (y, received), call = LayerInputs(*args[_INPUT]), args[5:7], _Call(*args[7:])
+    with _counted("run", y.device):
+        call.executor.forward(inputs, call.activation, out=y, received=received)
+    torch.autograd.graph.increment_version([y] if received is None else [y, received])
+
+
+def _backward_out(dy: Tensor, *args: Any) -> None:
+    inputs, out, call = LayerInputs(*args[_INPUT]), args[5:9], _Call(*args[9:])
+    dw_dtype = torch.promote_types(out[2].dtype, out[3].dtype)
+    with _counted("backward", dy.device):
+        call.executor.backward(dy, inputs, call.activation, Needs(), dw_dtype, out=out)
+    torch.autograd.graph.increment_version(out)
 
 
 def _gradients(
@@ -237,6 +259,8 @@ for _name, _impl, _fake in (
     ("run_saving", _run_saving, _run_saving_fake),
     ("backward", _backward, _backward_fake),
     ("backward_into", _backward_into, _backward_into_fake),
+    ("run_out", _run_out, lambda *_: None),
+    ("backward_out", _backward_out, lambda *_: None),
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mega_moe::{_name}", _fake, lib=_library)

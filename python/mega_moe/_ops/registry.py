@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_moe._base.activation import Activation
 from mega_moe._base.errors import MegaMoEError
-from mega_moe._base.layer import Gradients, LayerInputs, Needs
+from mega_moe._base.layer import Gradients, LayerInputs, Needs, Outputs
 
 
 class Executor(Protocol):
@@ -26,11 +26,18 @@ class Executor(Protocol):
         ...
 
     def forward(
-        self, inputs: LayerInputs, activation: Activation, saved_rows: int | None = None
+        self,
+        inputs: LayerInputs,
+        activation: Activation,
+        saved_rows: int | None = None,
+        *,
+        out: Tensor | None = None,
+        received: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """-> y, and with ``saved_rows`` gate and up for the backward, ``[saved_rows, 2I]`` in x's dtype.
 
-        Nobody else can read what is saved. MegaMoEError from a backend that saves nothing.
+        Nobody else can read what is saved. MegaMoEError from a backend that saves nothing. ``out``: is y, overwritten.
+        ``received`` int32 ``[E_local]``: to it the rows of each expert are added.
         """
         ...
 
@@ -44,8 +51,12 @@ class Executor(Protocol):
         *,
         saved_gate_up: Tensor | None = None,
         into: tuple[Tensor, Tensor] | None = None,
+        out: Outputs | None = None,
     ) -> Gradients:
-        """Gradients that are needed; ``into``: buffers to which those of the weights are added with one rounding."""
+        """Gradients that are needed; ``into``: buffers to which those of the weights are added with one rounding.
+
+        ``out``: all four, overwritten; ``dw_dtype`` is then at least as wide as the weights' of them.
+        """
         ...
 
     def refuse(self, error: Exception, num_tokens: int) -> None:

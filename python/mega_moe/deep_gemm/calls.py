@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from mega_moe._base.activation import as_activation
-from mega_moe.api import moe, route
+from mega_moe._ops import flops
 from mega_moe.deep_gemm.checks import (
     BF16,
-    FP32,
     check_call,
     check_natural,
+    check_results,
+    check_rows,
+    check_shared,
     check_stats,
     check_tensor,
-    check_tokens,
-    check_weights,
-    checked,
+    refusing,
 )
 from mega_moe.deep_gemm.symm_buffer import SymmBuffer, check_activation
 
@@ -30,17 +30,21 @@ def transform_weights_for_mega_moe(
 ) -> tuple[_Weights, _Weights]:
     """The weights as they are: natural ``[gate; up]`` rows are what the calls take."""
     check_activation(activation)
-    check_natural("l1_natural_layout", l1_natural_layout)
+    check_natural(l1_natural_layout=l1_natural_layout)
     return l1_weights, l2_weights
 
 
 def transform_weights_for_mega_moe_sm90(
-    l1_weights: _Weights, l2_weights: _Weights, activation: str = "swiglu", *, l1_natural_layout: bool = True
+    l1_weights: _Weights,
+    l2_weights: _Weights,
+    shared_l1_weights: None = None,
+    shared_l2_weights: None = None,
+    *,
+    l1_natural_layout: bool = True,
 ) -> tuple[_Weights, _Weights]:
-    """As `transform_weights_for_mega_moe`."""
-    return transform_weights_for_mega_moe(
-        l1_weights, l2_weights, activation, l1_natural_layout=l1_natural_layout
-    )
+    """As `transform_weights_for_mega_moe`; shared weights are refused."""
+    check_shared(shared_l1_weights, shared_l2_weights)
+    return transform_weights_for_mega_moe(l1_weights, l2_weights, l1_natural_layout=l1_natural_layout)
 
 
 def bf16_mega_moe(
@@ -60,7 +64,7 @@ def bf16_mega_moe(
     """Writes y ``[T, H]`` bf16 from the first T rows of the buffer.
 
     Args:
-        y: overwritten; its number of rows is T.
+        y: overwritten; its number of rows is T. How it is written: see `bf16_mega_moe_backward`.
         l1_weights: ``[E_local, 2I, H]`` bf16, I gate rows then I up rows.
         l2_weights: ``[E_local, H, I]`` bf16.
         sym_buffer: with x, topk_idx and topk_weights filled.
@@ -73,34 +77,20 @@ def bf16_mega_moe(
     Raises:
         ValueError, TypeError: a bad argument on this rank, before anything runs; the other ranks raise PeerError.
     """
-
-    def check() -> None:
-        check_call(sym_buffer, "bf16xbf16", activation, (shared_l1_weights, shared_l2_weights))
-        check_natural("l1_natural_layout", l1_natural_layout)
-        check_weights(sym_buffer, l1_weights, l2_weights)
-        check_tensor("y", y, sym_buffer, BF16, (None, sym_buffer.hidden))
-        check_tokens("y", y, sym_buffer)
+    with refusing(sym_buffer):
+        check_call(sym_buffer, "bf16xbf16", activation, shared_l1_weights, shared_l2_weights)
+        check_natural(l1_natural_layout=l1_natural_layout)
+        _check_weights(sym_buffer, l1_weights, l2_weights)
+        check_rows("y", y, sym_buffer)
         check_stats(cumulative_local_expert_recv_stats, sym_buffer)
-
-    checked(sym_buffer, check)
-    x, ids, weights = sym_buffer.staged(y.shape[0])
+        act = as_activation(None, activation_clamp)
+        inputs = (*sym_buffer.staged(y.shape[0]), l1_weights, l2_weights)
+    if not torch.compiler.is_compiling():
+        flops.register()
     with torch.no_grad():
-        y.copy_(
-            moe(
-                x,
-                ids,
-                weights,
-                l1_weights,
-                l2_weights,
-                buffer=sym_buffer.moe,
-                activation_clamp=activation_clamp,
-            )
+        torch.ops.mega_moe.run_out(
+            *inputs, y, cumulative_local_expert_recv_stats, sym_buffer.moe._live().handle, *act.arguments()
         )
-        # Counting is collective and the argument is each rank's own: with several ranks all of them count.
-        if cumulative_local_expert_recv_stats is not None or sym_buffer.moe.num_ranks > 1:
-            counts = route(ids, buffer=sym_buffer.moe).tokens_per_expert
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(counts)
 
 
 def bf16_mega_moe_backward(
@@ -125,6 +115,10 @@ def bf16_mega_moe_backward(
 ) -> None:
     """Overwrites all four gradients of the call whose x, ids and weights are staged in the buffer again.
 
+    The fused kernels write straight into the caller's tensors. One that is not contiguous, not aligned to 16 bytes or
+    in the memory of an operand, and the bf16 one of dw1 and dw2 where the other is fp32, is copied from temporary
+    memory instead.
+
     Args:
         dx: ``[T, H]`` bf16.
         dw1, dw2: as the weights, bf16 or fp32: sums over the tokens of all ranks, in natural row order.
@@ -139,31 +133,23 @@ def bf16_mega_moe_backward(
         ValueError, TypeError: a bad argument on this rank, before anything runs. On the other ranks dx and dtopk are
             then NaN, dw1 and dw2 of no use, and their next call or ``sym_buffer.moe.check()`` raises PeerError.
     """
-    shared = (shared_l1_weights, shared_l2_weights, shared_dw1_weights, shared_dw2_weights)
-
-    def check() -> None:
-        check_call(sym_buffer, "bf16xbf16", activation, shared)
-        check_natural("l1_natural_layout", l1_natural_layout)
-        check_natural("dw_natural_layout", dw_natural_layout)
-        check_weights(sym_buffer, l1_weights, l2_weights)
-        check_tensor("dy", dy, sym_buffer, BF16, (None, sym_buffer.hidden))
-        check_tokens("dy", dy, sym_buffer)
-        tokens = dy.shape[0]
-        check_tensor("dx", dx, sym_buffer, BF16, (tokens, sym_buffer.hidden))
-        check_tensor("dtopk", dtopk, sym_buffer, FP32, (tokens, sym_buffer.num_topk))
-        check_tensor("dw1", dw1, sym_buffer, BF16 + FP32, tuple(l1_weights.shape))
-        check_tensor("dw2", dw2, sym_buffer, BF16 + FP32, tuple(l2_weights.shape))
-        as_activation(None, activation_clamp)
-
-    checked(sym_buffer, check)
-    x, ids, weights = sym_buffer.staged(dy.shape[0])
-    act = as_activation(None, activation_clamp)
-    call = (x, ids, weights, l1_weights, l2_weights)
+    with refusing(sym_buffer):
+        shared = shared_l1_weights, shared_l2_weights, shared_dw1_weights, shared_dw2_weights
+        check_call(sym_buffer, "bf16xbf16", activation, *shared)
+        check_natural(l1_natural_layout=l1_natural_layout, dw_natural_layout=dw_natural_layout)
+        _check_weights(sym_buffer, l1_weights, l2_weights)
+        check_results(sym_buffer, dy, dx, dtopk, dw1, dw2)
+        act = as_activation(None, activation_clamp)
+        inputs = (*sym_buffer.staged(dy.shape[0]), l1_weights, l2_weights)
+    if not torch.compiler.is_compiling():
+        flops.register()
     with torch.no_grad():
-        # The operator adds with one rounding: into zeros that is what an overwritten gradient holds.
-        into = (dw1.zero_(), dw2.zero_())
-        made = torch.ops.mega_moe.backward_into(
-            dy.contiguous(), *call, *into, sym_buffer.moe._live().handle, *act.arguments(), [True] * 4, None
+        torch.ops.mega_moe.backward_out(
+            dy.contiguous(), *inputs, dx, dtopk, dw1, dw2, sym_buffer.moe._live().handle, *act.arguments()
         )
-        dx.copy_(made[0])
-        dtopk.copy_(made[1])
+
+
+def _check_weights(buffer: SymmBuffer, l1: Tensor, l2: Tensor) -> None:
+    experts, hidden, inner = buffer.moe.num_local_experts, buffer.hidden, buffer.intermediate_hidden
+    check_tensor("l1_weights", l1, buffer, BF16, (experts, 2 * inner, hidden))
+    check_tensor("l2_weights", l2, buffer, BF16, (experts, hidden, inner))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from mega_moe._base.types import SCALE_BLOCK
 from mega_moe.deep_gemm.symm_buffer import SymmBuffer, check_activation
 
 BF16, FP32, E4M3 = (torch.bfloat16,), (torch.float32,), (torch.float8_e4m3fn,)
-_Found = TypeVar("_Found")
 
 _INTERLEAVED = (
     "got False, want True: DeepGEMM's kernels take gate and up rows interleaved by 8, these take them in natural order "
@@ -21,38 +21,55 @@ _INTERLEAVED = (
 )
 
 
-def checked(sym_buffer: SymmBuffer, check: Callable[[], _Found]) -> _Found:
-    """What ``check`` returns; a fault of this rank ends the other ranks' call too."""
+@contextlib.contextmanager
+def refusing(sym_buffer: Any) -> Iterator[None]:
+    """Around the checks of a call: a fault of this rank ends the other ranks' call too."""
     try:
-        return check()
+        yield
     except (ValueError, TypeError, BackendRefusedError) as error:
         if isinstance(sym_buffer, SymmBuffer) and sym_buffer.buffer is not None:
             sym_buffer.moe._refuse(error)
         raise
 
 
-def check_call(sym_buffer: Any, mma_type: str, activation: str, shared: tuple[Tensor | None, ...]) -> None:
+def check_call(sym_buffer: Any, mma_type: str, activation: str, *shared: Any) -> None:
     if not isinstance(sym_buffer, SymmBuffer):
         raise TypeError(
             f"sym_buffer: got {type(sym_buffer).__name__}, want what get_symm_buffer_for_mega_moe of mega_moe returns"
         )
-    sym_buffer.staged(0)
     if sym_buffer.mma_type != mma_type:
         raise ValueError(f"sym_buffer: its mma_type is {sym_buffer.mma_type}, this call wants {mma_type}")
     check_activation(activation)
-    if any(tensor is not None for tensor in shared):
-        raise ValueError("shared weights: got a tensor, want None: shared experts are no part of this layer")
+    check_shared(*shared)
 
 
-def check_natural(name: str, value: bool) -> None:
-    if not value:
-        raise ValueError(f"{name}: {_INTERLEAVED}")
+def check_shared(*shared: Any) -> None:
+    names = "shared_l1_weights", "shared_l2_weights", "shared_dw1_weights", "shared_dw2_weights"
+    for name, value in zip(names, shared):
+        if value is not None:
+            raise ValueError(
+                f"{name}: got {type(value).__name__}, want None: shared experts are no part of this layer, compute "
+                "them alongside it"
+            )
 
 
-def check_weights(buffer: SymmBuffer, l1: Tensor, l2: Tensor) -> None:
+def check_natural(**natural: bool) -> None:
+    for name, value in natural.items():
+        if not value:
+            raise ValueError(f"{name}: {_INTERLEAVED}")
+
+
+def check_results(
+    buffer: SymmBuffer, dy: Tensor, dx: Tensor, dtopk: Tensor, dw1: Tensor, dw2: Tensor
+) -> None:
+    """Those of a backward, and dy, which gives T."""
     experts, hidden, inner = buffer.moe.num_local_experts, buffer.hidden, buffer.intermediate_hidden
-    check_tensor("l1_weights", l1, buffer, BF16, (experts, 2 * inner, hidden))
-    check_tensor("l2_weights", l2, buffer, BF16, (experts, hidden, inner))
+    check_rows("dy", dy, buffer)
+    tokens = dy.shape[0]
+    check_tensor("dx", dx, buffer, BF16, (tokens, hidden))
+    check_tensor("dtopk", dtopk, buffer, FP32, (tokens, buffer.num_topk))
+    check_tensor("dw1", dw1, buffer, BF16 + FP32, (experts, 2 * inner, hidden))
+    check_tensor("dw2", dw2, buffer, BF16 + FP32, (experts, hidden, inner))
 
 
 def check_pair(name: str, pair: Any, buffer: SymmBuffer, rows: int, columns: int) -> None:
@@ -72,7 +89,9 @@ def check_stats(stats: Any, buffer: SymmBuffer) -> None:
         check_tensor("cumulative_local_expert_recv_stats", stats, buffer, (torch.int32,), shape)
 
 
-def check_tokens(name: str, rows: Tensor, buffer: SymmBuffer) -> None:
+def check_rows(name: str, rows: Tensor, buffer: SymmBuffer) -> None:
+    """bf16 ``[T, H]``, T within the buffer's capacity."""
+    check_tensor(name, rows, buffer, BF16, (None, buffer.hidden))
     if rows.shape[0] > buffer.num_max_tokens_per_rank:
         raise ValueError(
             f"{name}: got {rows.shape[0]} tokens, the buffer was built for {buffer.num_max_tokens_per_rank} per rank"
@@ -88,7 +107,7 @@ def check_tensor(
         raise TypeError(f"{name}: got {value.dtype}, want {' or '.join(map(str, dtypes))}")
     if value.device != buffer.moe.device:
         raise ValueError(f"{name}: got a tensor on {value.device}, the buffer is on {buffer.moe.device}")
-    got = tuple(value.shape)
+    got = value.shape
     if len(got) != len(want) or any(w is not None and g != w for g, w in zip(got, want)):
         shown = ", ".join("T" if w is None else str(w) for w in want)
-        raise ValueError(f"{name}: got shape {got}, want ({shown})")
+        raise ValueError(f"{name}: got shape {tuple(got)}, want ({shown})")

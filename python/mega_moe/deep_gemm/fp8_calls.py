@@ -6,19 +6,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mega_moe._backends.fused.prequantized import PrequantizedLayer, QuantizedWeight
+from mega_moe._backends.routing import add_received
 from mega_moe._base.activation import as_activation
 from mega_moe._base.errors import BackendRefusedError
+from mega_moe._base.types import positive_int
 from mega_moe.deep_gemm.checks import (
     BF16,
-    FP32,
     check_call,
     check_pair,
+    check_results,
+    check_rows,
     check_stats,
     check_tensor,
-    check_tokens,
-    checked,
+    refusing,
 )
 from mega_moe.deep_gemm.symm_buffer import SymmBuffer
 
@@ -37,11 +40,14 @@ def fp8_mega_moe(
     activation_clamp: float | None = None,
     fast_math: bool = True,
     num_tokens_bound: int | None = None,
+    *,
+    shared_l1_weights: None = None,
+    shared_l2_weights: None = None,
 ) -> None:
     """Writes y ``[T, H]`` bf16 from the first T rows of the buffer, whose x is e4m3 with scales alongside it.
 
     Args:
-        y: overwritten; its number of rows is T.
+        y: overwritten; its number of rows is T. How it is written: see `bf16_mega_moe_backward`.
         l1_weights: e4m3 codes ``[E_local, 2I, H]``, I gate rows then I up rows, and fp32 scales
             ``[E_local, 2I / 128, H / 128]``.
         l2_weights: e4m3 codes ``[E_local, H, I]`` and fp32 scales ``[E_local, H / 128, I / 128]``.
@@ -52,6 +58,7 @@ def fp8_mega_moe(
         activation_clamp: see `mega_moe.moe`.
         fast_math: no effect; results do not depend on it.
         num_tokens_bound: at least T; no effect besides, as the kernel is the same for any T.
+        shared_l1_weights, shared_l2_weights: refused unless None.
 
     Raises:
         BackendRefusedError: the backend of the buffer is not ``fused``, with every reason.
@@ -59,30 +66,24 @@ def fp8_mega_moe(
             their next call or ``sym_buffer.moe.check()`` raises PeerError.
     """
 
-    def check() -> PrequantizedLayer:
-        check_call(sym_buffer, "fp8xfp8", activation, ())
+    with refusing(sym_buffer):
+        check_call(sym_buffer, "fp8xfp8", activation, shared_l1_weights, shared_l2_weights)
         given = _prequantized(sym_buffer, "fp8_mega_moe")
         _check_recipe(recipe)
         hidden, inner = sym_buffer.hidden, sym_buffer.intermediate_hidden
         check_pair("l1_weights", l1_weights, sym_buffer, 2 * inner, hidden)
         check_pair("l2_weights", l2_weights, sym_buffer, hidden, inner)
-        check_tensor("y", y, sym_buffer, BF16, (None, hidden))
-        check_tokens("y", y, sym_buffer)
+        check_rows("y", y, sym_buffer)
         _check_bound(num_tokens_bound, y.shape[0])
         check_stats(cumulative_local_expert_recv_stats, sym_buffer)
-        as_activation(None, activation_clamp)
-        return given
-
-    given = checked(sym_buffer, check)
-    _, ids, weights = sym_buffer.staged(y.shape[0])
-    act = as_activation(None, activation_clamp)
+        act = as_activation(None, activation_clamp)
+        _, ids, weights = sym_buffer.staged(y.shape[0])
     with torch.no_grad():
         l1, l2 = QuantizedWeight(*l1_weights), QuantizedWeight(*l2_weights)
-        made, routing = given.forward(ids, weights, l1, l2, act)
-        y.copy_(made)
+        _, routing = given.forward(ids, weights, l1, l2, act, y)
         if cumulative_local_expert_recv_stats is not None:
-            # -1 where the call was not served.
-            cumulative_local_expert_recv_stats.add_(routing.tokens_per_expert.clamp_min(0))
+            add_received(routing, cumulative_local_expert_recv_stats)
+    increment_version(y)
 
 
 def fp8_mega_moe_backward(
@@ -101,7 +102,7 @@ def fp8_mega_moe_backward(
     """Overwrites all four gradients of the call whose ids and weights are in the buffer.
 
     x and dy come in bf16, since the weights' gradients read them so, and are quantized by the kernel. The call leaves
-    nothing of use in the buffer's x and x_sf.
+    nothing of use in the buffer's x and x_sf. How results are written: see `bf16_mega_moe_backward`.
 
     Args:
         dx: ``[T, H]`` bf16.
@@ -121,32 +122,21 @@ def fp8_mega_moe_backward(
             and dw2 of no use.
     """
 
-    def check() -> PrequantizedLayer:
-        check_call(sym_buffer, "fp8xfp8", "swiglu", ())
+    with refusing(sym_buffer):
+        check_call(sym_buffer, "fp8xfp8", "swiglu")
         given = _prequantized(sym_buffer, "fp8_mega_moe_backward")
         hidden, inner = sym_buffer.hidden, sym_buffer.intermediate_hidden
         check_pair("l1", l1, sym_buffer, 2 * inner, hidden)
         check_pair("l1_t", l1_t, sym_buffer, hidden, 2 * inner)
         check_pair("l2_t", l2_t, sym_buffer, inner, hidden)
-        check_tensor("dy", dy, sym_buffer, BF16, (None, hidden))
-        check_tokens("dy", dy, sym_buffer)
-        tokens, experts = dy.shape[0], sym_buffer.moe.num_local_experts
-        check_tensor("x", x, sym_buffer, BF16, (tokens, hidden))
-        check_tensor("dx", dx, sym_buffer, BF16, (tokens, hidden))
-        check_tensor("dtopk", dtopk, sym_buffer, FP32, (tokens, sym_buffer.num_topk))
-        check_tensor("dw1", dw1, sym_buffer, BF16 + FP32, (experts, 2 * inner, hidden))
-        check_tensor("dw2", dw2, sym_buffer, BF16 + FP32, (experts, hidden, inner))
-        as_activation(None, activation_clamp)
-        return given
-
-    given = checked(sym_buffer, check)
-    _, ids, weights = sym_buffer.staged(dy.shape[0])
-    act = as_activation(None, activation_clamp)
+        check_results(sym_buffer, dy, dx, dtopk, dw1, dw2)
+        check_tensor("x", x, sym_buffer, BF16, (dy.shape[0], hidden))
+        act = as_activation(None, activation_clamp)
+        _, ids, weights = sym_buffer.staged(dy.shape[0])
     with torch.no_grad():
         copies = QuantizedWeight(*l1), QuantizedWeight(*l1_t), QuantizedWeight(*l2_t)
-        own = given.backward(dy, x, ids, weights, *copies, act, (dw1, dw2))
-        for gradient, value in zip((dx, dtopk), own, strict=True):
-            gradient.copy_(value)
+        given.backward(dy, x, ids, weights, *copies, act, (dx, dtopk, dw1, dw2))
+    increment_version((dx, dtopk, dw1, dw2))
 
 
 def _prequantized(sym_buffer: SymmBuffer, name: str) -> PrequantizedLayer:
@@ -166,9 +156,5 @@ def _check_recipe(recipe: Any) -> None:
 
 
 def _check_bound(bound: Any, tokens: int) -> None:
-    if bound is None:
-        return
-    if isinstance(bound, bool) or not isinstance(bound, int):
-        raise TypeError(f"num_tokens_bound: got {type(bound).__name__}, want None or an int")
-    if bound < tokens:
+    if bound is not None and positive_int("num_tokens_bound", bound, zero=True) < tokens:
         raise ValueError(f"num_tokens_bound: got {bound}, want at least the {tokens} tokens of y")

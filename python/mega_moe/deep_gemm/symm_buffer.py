@@ -69,8 +69,6 @@ class SymmBuffer:
         hidden: int,
         intermediate_hidden: int,
         mma_type: str,
-        *,
-        device: torch.device | str | None = None,
     ) -> None:
         total = _total_sms()
         self.moe = MoEBuffer(
@@ -81,7 +79,6 @@ class SymmBuffer:
             hidden=hidden,
             intermediate=intermediate_hidden,
             precision=MMA_TYPES[mma_type],
-            device=device,
             num_reserved_sms=0 if _num_sms is None or total is None else total - _num_sms,
         )
         self.group = group
@@ -93,32 +90,21 @@ class SymmBuffer:
         self.intermediate_hidden = intermediate_hidden
         quantized = mma_type == "fp8xfp8"
         given = self.moe._live().prequantized
-        parts: dict[str, tuple[torch.dtype, int]] = {
-            "topk_idx": (torch.int64, num_topk),
-            "topk_weights": (torch.float32, num_topk),
-        }
+        self.x: Tensor | None = None
+        self.x_sf: Tensor | None = None
+        self.topk_idx: Tensor | None = None
+        self.topk_weights: Tensor | None = None
+        parts = {"topk_idx": (torch.int64, num_topk), "topk_weights": (torch.float32, num_topk)}
         if given is None:
             parts["x"] = (torch.float8_e4m3fn if quantized else torch.bfloat16, hidden)
             parts["x_sf"] = (torch.float32, hidden // SCALE_BLOCK if quantized else 0)
-        sizes = {
-            name: num_max_tokens_per_rank * width * dtype.itemsize for name, (dtype, width) in parts.items()
-        }
-        starts, total_bytes = {}, 0
-        for name, size in sizes.items():
-            starts[name] = total_bytes
-            total_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self.buffer: Tensor | None = torch.zeros(total_bytes, dtype=torch.uint8, device=self.moe.device)
-
-        def view(name: str) -> Tensor:
-            dtype, width = parts[name]
-            assert self.buffer is not None
-            flat = self.buffer[starts[name] : starts[name] + sizes[name]].view(dtype)
-            return flat.view(num_max_tokens_per_rank, width)
-
-        self.x: Tensor | None = view("x") if given is None else given.x
-        self.x_sf: Tensor | None = view("x_sf") if given is None else given.x_scales
-        self.topk_idx: Tensor | None = view("topk_idx")
-        self.topk_weights: Tensor | None = view("topk_weights")
+        else:
+            self.x, self.x_sf = given.x, given.x_scales
+        sizes = [num_max_tokens_per_rank * width * dtype.itemsize for dtype, width in parts.values()]
+        rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        self.buffer: Tensor | None = torch.zeros(sum(rooms), dtype=torch.uint8, device=self.moe.device)
+        for (name, (dtype, width)), size, room in zip(parts.items(), sizes, self.buffer.split(rooms)):
+            setattr(self, name, room[:size].view(dtype).view(num_max_tokens_per_rank, width))
 
     def staged(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """x, ids and weights of the first rows; MegaMoEError after `destroy`."""
@@ -152,7 +138,9 @@ def get_symm_buffer_for_mega_moe(
         BackendRefusedError: no backend can serve ``mma_type`` on these ranks, with every reason.
     """
     if mma_type not in MMA_TYPES:
-        why = "; fp4 weights need Blackwell kernels, which do not exist yet" if "fp4" in str(mma_type) else ""
+        why = ""
+        if "fp4" in str(mma_type):
+            why = "; fp4 weights need Blackwell kernels, which do not exist yet; fp8_mega_moe wants 'fp8xfp8'"
         raise ValueError(f"mma_type: got {mma_type!r}, want one of {', '.join(MMA_TYPES)}{why}")
     if num_shared_experts != 0:
         raise ValueError(

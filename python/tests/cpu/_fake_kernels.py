@@ -190,6 +190,9 @@ class FakeKernels:
         request = Request(experts, rank.max_tokens, topk_idx.shape[1], x.shape[1], w_down.shape[2])
         arithmetic = ReferenceArithmetic("bf16")
         wrong = (topk_idx < -1) | (topk_idx >= experts)
+        # As the library counts: behind the words of the call and of its ranks.
+        ids = topk_idx[(topk_idx >= 0) & ~wrong].long()
+        summary[3 : 3 + experts] = torch.bincount(ids, minlength=experts)
         if fp8:
             assert w_gate_up.dtype == w_down.dtype == torch.float8_e4m3fn
             power_of_two = rank.mode.power_of_two
@@ -200,9 +203,6 @@ class FakeKernels:
             assert gate_up_sf is not None
             assert down_sf is not None
             arithmetic = OfCopies(gate_up_sf, down_sf, power_of_two=power_of_two, found=found)
-            # As the library counts: behind the words of the call and of its ranks.
-            ids = topk_idx[(topk_idx >= 0) & ~wrong].long()
-            summary[3 : 3 + experts] = torch.bincount(ids, minlength=experts)
         plain = PlainExecutor(request, arithmetic, Control())
         inputs = LayerInputs(x, topk_idx.masked_fill(wrong, -1), topk_weights, w_gate_up, w_down)
         y.copy_(plain.forward(inputs, Activation(activation, clamp=clamp, alpha=alpha))[0])

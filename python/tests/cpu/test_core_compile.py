@@ -95,6 +95,25 @@ def arguments(name: str, problem: Problem, buffer: MoEBuffer) -> list[tuple[Any,
             (problem.dy, *problem.inputs, buffer._live().handle, *NO_CLAMP, [False, True, True, False], None),
             (none.dy, *none.inputs, buffer._live().handle, *NO_CLAMP, [True] * 4, None),
         ]
+    if name == "run_out":
+        received = torch.zeros(len(problem.w_down), dtype=torch.int32)
+        return [
+            (*problem.inputs, torch.empty_like(problem.x), received, buffer._live().handle, *CLAMP),
+            (*none.inputs, torch.empty_like(none.x), None, buffer._live().handle, *NO_CLAMP),
+        ]
+    if name == "backward_out":
+        return [
+            (
+                own.dy,
+                *own.inputs,
+                torch.empty_like(own.x),
+                torch.empty_like(own.topk_weights),
+                *into(own),
+                buffer._live().handle,
+                *CLAMP,
+            )
+            for own in (problem, none)
+        ]
     return [
         (problem.dy, *problem.inputs, *into(problem), buffer._live().handle, *NO_CLAMP, [True] * 4, None),
         (
@@ -109,7 +128,7 @@ def arguments(name: str, problem: Problem, buffer: MoEBuffer) -> list[tuple[Any,
     ]
 
 
-@pytest.mark.parametrize("name", ["save", "run", "backward", "backward_into"])
+@pytest.mark.parametrize("name", ["save", "run", "run_out", "backward", "backward_into", "backward_out"])
 def test_opcheck(name: str, problem: Problem, buffer: MoEBuffer) -> None:
     for call in arguments(name, problem, buffer):
         torch.library.opcheck(getattr(ops, name).default, call)

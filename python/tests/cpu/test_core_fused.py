@@ -193,7 +193,7 @@ class Told:
     def refuse(self, error: Exception, num_tokens: int) -> None:
         self.refused.append(error)
 
-    def backward(self, *call: Any, into: Any = None) -> Any:
+    def backward(self, *call: Any, into: Any = None, out: Any = None) -> Any:
         return Gradients()
 
 

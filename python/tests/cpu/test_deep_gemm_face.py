@@ -43,6 +43,36 @@ def test_argument_order(name: str) -> None:
     assert positional == ORDER[name].split()
 
 
+# Calls as trainers and servers write them: positional arguments, keywords.
+AS_CALLED = {
+    "get_symm_buffer_for_mega_moe": [(6, "num_shared_experts mma_type"), (6, "mma_type activation"), (6, "")],
+    "transform_weights_for_mega_moe": [(2, ""), (3, "")],
+    "transform_weights_for_mega_moe_sm90": [(2, ""), (4, "")],
+    "bf16_mega_moe": [
+        (4, "activation_clamp"),
+        (4, "activation_clamp l1_natural_layout"),
+        (4, "shared_l1_weights shared_l2_weights activation fast_math"),
+        (0, "y l1_weights l2_weights sym_buffer cumulative_local_expert_recv_stats activation_clamp fast_math"),
+    ],
+    "bf16_mega_moe_backward": [
+        (8, "activation_clamp dw_natural_layout l1_natural_layout"),
+        (8, "shared_l1_weights shared_l2_weights shared_dw1_weights shared_dw2_weights activation_clamp fast_math"),
+    ],
+    "fp8_mega_moe": [
+        (4, "recipe activation activation_clamp fast_math"),
+        (4, "cumulative_local_expert_recv_stats recipe activation activation_clamp fast_math num_tokens_bound"),
+        (4, "shared_l1_weights shared_l2_weights cumulative_local_expert_recv_stats recipe"),
+    ],
+    "fp8_mega_moe_backward": [(10, "activation_clamp")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_CALLED)
+def test_calls_as_others_write_them(name: str) -> None:
+    for positional, keywords in AS_CALLED[name]:
+        inspect.signature(getattr(face, name)).bind(*[None] * positional, **dict.fromkeys(keywords.split()))
+
+
 @pytest.fixture
 def problem() -> Problem:
     return random_problem(48, 64, 32, 8, 2, masked=0.1)
@@ -173,7 +203,7 @@ def test_no_token_and_all_tokens(buffer: face.SymmBuffer, problem: Problem) -> N
     [
         (
             {"mma_type": "fp8xfp4"},
-            "mma_type: got 'fp8xfp4', want one of bf16xbf16, fp8xfp8; fp4 weights need Blackwell",
+            "mma_type: got 'fp8xfp4', want one of bf16xbf16, fp8xfp8; fp4 weights need Blackwell.*fp8_mega_moe wants",
         ),
         ({"mma_type": "int8"}, "mma_type: got 'int8', want one of"),
         ({"num_shared_experts": 1}, "num_shared_experts: got 1, want 0"),
@@ -217,8 +247,14 @@ def test_fp8_is_refused_with_every_reason(monkeypatch: pytest.MonkeyPatch, buffe
     ("options", "match"),
     [
         ({"activation": "gelu"}, "activation: got 'gelu'"),
-        ({"shared_l1_weights": torch.zeros(1)}, "shared experts are no part of this layer"),
-        ({"shared_l2_weights": torch.zeros(1)}, "shared experts are no part of this layer"),
+        (
+            {"shared_l1_weights": torch.zeros(1)},
+            "shared_l1_weights: got Tensor, want None: shared experts are no",
+        ),
+        (
+            {"shared_l2_weights": torch.zeros(1)},
+            "shared_l2_weights: got Tensor, want None: shared experts are no",
+        ),
         ({"activation_clamp": -1.0}, "activation_clamp: got -1.0"),
         ({"l1_natural_layout": False}, "l1_natural_layout: got False, want True: .*interleaved by 8"),
     ],
@@ -235,6 +271,19 @@ def test_interleaved_gradients_and_weights_are_refused(buffer: face.SymmBuffer, 
         backward(buffer, problem, dw_natural_layout=False)
     with pytest.raises(ValueError, match="l1_natural_layout: got False"):
         face.transform_weights_for_mega_moe(problem.w_gate_up, problem.w_down, l1_natural_layout=False)
+
+
+def test_shared_experts_are_refused_by_name(buffer: face.SymmBuffer, problem: Problem) -> None:
+    """Where DeepGEMM's versions and forks take them: as results, at the transform, in the place of the statistics."""
+    part = torch.zeros(8, dtype=torch.int32)
+    for name in ("shared_dw1_weights", "shared_dw2_weights"):
+        with pytest.raises(ValueError, match=f"^{name}: got Tensor, want None"):
+            backward(buffer, problem, **{name: part})
+    l1, l2 = problem.w_gate_up, problem.w_down
+    with pytest.raises(ValueError, match=r"^shared_l1_weights: got Tensor, want None"):
+        face.transform_weights_for_mega_moe_sm90(l1, l2, l1, l2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^shared_l1_weights: got Tensor, want None"):
+        face.bf16_mega_moe(problem.x.clone(), l1, l2, buffer, part)  # an older order of arguments
 
 
 def test_bad_tensors_are_named(buffer: face.SymmBuffer, problem: Problem) -> None:

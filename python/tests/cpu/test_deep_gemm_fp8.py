@@ -164,8 +164,13 @@ def test_no_token_and_all_tokens(problem: Problem, buffer: face.SymmBuffer) -> N
         ({"activation_clamp": "1"}, TypeError, "activation_clamp: got str"),
         ({"recipe": (1, 128, 128)}, ValueError, r"recipe: got \(1, 128, 128\), want \(128, 128, 128\)"),
         ({"recipe": None}, ValueError, "recipe: got None"),
+        (
+            {"shared_l2_weights": (1, 2)},
+            ValueError,
+            "shared_l2_weights: got tuple, want None: shared experts",
+        ),
         ({"num_tokens_bound": 59}, ValueError, "num_tokens_bound: got 59, want at least the 60 tokens of y"),
-        ({"num_tokens_bound": 60.0}, TypeError, "num_tokens_bound: got float, want None or an int"),
+        ({"num_tokens_bound": 60.0}, TypeError, r"num_tokens_bound: got 60.0 \(float\), want an int"),
         (
             {"cumulative_local_expert_recv_stats": torch.zeros(8)},
             TypeError,

@@ -32,16 +32,16 @@ class BackwardRanks(ForwardRanks):
     def start_backward(self, layer: Layer, dy: Sequence[Tensor], **options: Any) -> list[Gradients]:
         """One call of every rank, from the last to the first, each on its stream; waits for nothing.
 
-        ``into``: a pair of buffers for each rank; ``saved``: of each rank what its forward saved, or None.
+        ``into``: a pair of buffers for each rank, ``out``: all four results likewise; ``saved``: of each rank what its
+        forward saved, or None.
         """
-        into, saved = options.pop("into", None), options.pop("saved", None)
+        into, out, saved = (options.pop(name, None) for name in ("into", "out", "saved"))
         results: dict[int, Gradients] = {}
         for rank in reversed(range(layer.num_ranks)):
-            own = None if into is None else into[rank]
+            own, given, kept = (None if of is None else of[rank] for of in (into, out, saved))
             with self.on(rank):
-                kept = None if saved is None else saved[rank]
                 results[rank] = self.start_backward_of(
-                    rank, layer, dy, into=own, saved_gate_up=kept, **options
+                    rank, layer, dy, into=own, out=given, saved_gate_up=kept, **options
                 )
         return [results[rank] for rank in range(layer.num_ranks)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,6 +66,16 @@ def backward(
         dx, dw1, dw2, dtopk, problem.dy, problem.x, l1, turned(l1), turned(l2), buffer, **options
     )
     return dx, dtopk, dw1, dw2
+
+
+def bytes_taken(call: Callable[[], None]) -> int:
+    """Memory of the GPU that a call takes at its peak, besides what was there."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def both(buffer: face.SymmBuffer, problem: Problem, **options: Any) -> Gradients:

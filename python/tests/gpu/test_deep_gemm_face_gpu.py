@@ -12,6 +12,8 @@ from mega_moe import deep_gemm as face
 from mega_moe._backends.deep_gemm import library as deep_gemm_library
 from mega_moe.testing import Problem, fp64_moe_grads, random_problem, relative_l2
 
+from ._face_fp8 import bytes_taken
+
 pytestmark = pytest.mark.gpu
 
 
@@ -77,6 +79,36 @@ def test_a_captured_forward_reads_what_the_buffer_holds_at_replay(problem: Probl
     face.bf16_mega_moe(*call)
     assert torch.equal(changed, y)
     assert not torch.equal(changed, first)
+    buffer.destroy()
+
+
+def test_a_call_takes_no_memory_of_the_size_of_its_results(problem: Problem) -> None:
+    """They are written in place: nothing around them changes, and nothing is made to be copied."""
+    buffer = staged(problem)
+    weights = problem.w_gate_up, problem.w_down
+    for dw in (torch.bfloat16, torch.float32):
+        stats = torch.zeros(16, dtype=torch.int32, device=problem.x.device)
+        results: list[torch.Tensor] = []
+        guarded: list[torch.Tensor] = []
+        for like, dtype in (
+            (problem.x, torch.bfloat16),
+            (problem.x, torch.bfloat16),
+            (problem.w_gate_up, dw),
+            (problem.w_down, dw),
+            (problem.topk_weights, torch.float32),
+        ):
+            whole = torch.full((like.numel() + 128,), 7.0, dtype=dtype, device=like.device)
+            guarded.append(whole)
+            results.append(whole[64:-64].view_as(like))
+        y, *gradients = results
+        assert bytes_taken(lambda: face.bf16_mega_moe(y, *weights, buffer, None, None, stats)) < 1 << 16  # noqa: B023
+        call = (*gradients, problem.dy, *weights, buffer)
+        assert bytes_taken(lambda: face.bf16_mega_moe_backward(*call)) < 1 << 16  # noqa: B023
+        want = fp64_moe_grads(problem.dy, *problem.inputs)
+        exact = (want.y, want.dx, want.dw_gate_up, want.dw_down, want.dtopk)
+        for whole, got, right in zip(guarded, results, exact, strict=True):
+            assert relative_l2(got, right) < 6e-3
+            assert bool((torch.cat((whole[:64], whole[-64:])) == 7).all())
     buffer.destroy()
 
 

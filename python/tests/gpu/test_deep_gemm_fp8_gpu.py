@@ -20,7 +20,7 @@ from mega_moe.testing import Problem, random_problem
 from . import _backward_fp8, _forward_fp8
 from ._backward import assert_same_bits, random_dy
 from ._backward_ranks import BackwardRanks, new_backward_ranks
-from ._face_fp8 import backward, both, fill, forward, pair, turned
+from ._face_fp8 import backward, both, bytes_taken, fill, forward, pair, turned
 from ._forward import Layer, random_experts, random_layer
 from ._forward import assert_same_bits as assert_same_y
 from ._forward_ranks import inputs_of, pool_of, shape_of
@@ -95,6 +95,17 @@ def test_the_bits_are_the_layers(problem: Problem, buffer: face.SymmBuffer) -> N
         assert torch.equal(got.y, y.detach())
         for value, want in zip(got[1:], (x, *rest), strict=True):
             assert torch.equal(value, want)
+
+
+def test_a_call_takes_no_memory_of_the_size_of_its_results(problem: Problem, buffer: face.SymmBuffer) -> None:
+    l1, l2 = pair(problem.w_gate_up), pair(problem.w_down)
+    y, dx, dtopk = (torch.empty_like(t) for t in (problem.x, problem.x, problem.topk_weights))
+    dw1, dw2 = (torch.empty_like(w) for w in (problem.w_gate_up, problem.w_down))
+    copies = l1, turned(l1), turned(l2)
+    fill(buffer, problem)
+    assert bytes_taken(lambda: face.fp8_mega_moe(y, l1, l2, buffer)) < 1 << 16
+    call = (dx, dw1, dw2, dtopk, problem.dy, problem.x, *copies, buffer)
+    assert bytes_taken(lambda: face.fp8_mega_moe_backward(*call)) < 1 << 16
 
 
 def test_a_captured_forward_reads_what_the_buffer_holds_at_replay(
@@ -262,21 +273,22 @@ def test_ranks_find_what_each_has_staged(cuda_device: torch.device, counts: list
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weight_gradients_are_overwritten(cuda_device: torch.device, num_ranks: int) -> None:
-    """Over NaN, in both dtypes, for experts without a row too."""
+def test_given_results_are_overwritten(cuda_device: torch.device, num_ranks: int) -> None:
+    """Over NaN, in both dtypes of the weights' gradients, for experts without a row too."""
     layer, ranks, _ = ranks_of(cuda_device, [300 - 50 * rank for rank in range(num_ranks)], "many chunks")
     for own in layer.ids:
         own.masked_fill_(own == 3, -1)
     dy = random_dy(layer)
     for dtype in (torch.bfloat16, torch.float32):
         want = ranks.backward(layer, dy, dw_dtype=dtype)
-        into = [
-            tuple(torch.full_like(w, float("nan"), dtype=dtype) for w in layer.experts(rank))
-            for rank in range(num_ranks)
+        out = [
+            tuple(torch.full_like(result, float("nan")) for result in own if result is not None)
+            for own in want
         ]
-        got = ranks.backward(layer, dy, into=into, overwrite=True)
-        whole = [Gradients(own.dx, own.dtopk, *written) for own, written in zip(got, into, strict=True)]
-        assert_same_bits(whole, want, str(dtype))
+        got = ranks.backward(layer, dy, out=out)
+        assert_same_bits([Gradients(*written) for written in out], want, str(dtype))
+        for own, written in zip(got, out, strict=True):
+            assert all(result is given for result, given in zip(own, written, strict=True))
     ranks.check()
 
 

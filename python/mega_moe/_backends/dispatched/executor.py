@@ -16,7 +16,7 @@ from mega_moe._backends.plain.activation import wide
 from mega_moe._backends.plain.agreement import Agreement, Call
 from mega_moe._base.activation import Activation
 from mega_moe._base.errors import MegaMoEError
-from mega_moe._base.layer import Gradients, LayerInputs, Needs
+from mega_moe._base.layer import Gradients, LayerInputs, Needs, Outputs
 from mega_moe._ops.registry import Executor
 
 if TYPE_CHECKING:
@@ -50,15 +50,24 @@ class DispatchedExecutor:
         return self.experts.dtypes
 
     def forward(
-        self, inputs: LayerInputs, activation: Activation, saved_rows: int | None = None
+        self,
+        inputs: LayerInputs,
+        activation: Activation,
+        saved_rows: int | None = None,
+        *,
+        out: Tensor | None = None,
+        received: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         if saved_rows is not None:
             raise MegaMoEError("this backend saves no gate and up for the backward")
         tokens = self._dispatch(self._begin("forward", inputs, activation, 0), inputs)
-        outputs = [self.experts.forward(part, activation)[0] for part in self._parts(tokens, inputs)]
+        outputs = [
+            self.experts.forward(part, activation, received=received)[0]
+            for part in self._parts(tokens, inputs)
+        ]
         y, _ = self.dispatcher.combine(_joined(outputs), None, tokens.route)
         assert y is not None
-        return y, None
+        return (y if out is None else out.copy_(y)), None
 
     def backward(
         self,
@@ -70,6 +79,7 @@ class DispatchedExecutor:
         *,
         saved_gate_up: Tensor | None = None,
         into: tuple[Tensor, Tensor] | None = None,
+        out: Outputs | None = None,
     ) -> Gradients:
         if saved_gate_up is not None:
             raise MegaMoEError("this backend saves no gate and up, and was given some")
@@ -96,9 +106,10 @@ class DispatchedExecutor:
             dtopk=dtopk.to(inputs.topk_weights.dtype) if dtopk is not None and needs.topk_weights else None,
         )
         if sums is None or sums is into:
-            return got
+            return got.copy_into(out)
         gate_up, down = (s.to(dw_dtype) if need else None for s, need in zip(sums, needs[2:], strict=True))
-        return got._replace(dw_gate_up=gate_up, dw_down=down).add_into(into)
+        got = got._replace(dw_gate_up=gate_up, dw_down=down)
+        return got.copy_into(out) if into is None else got.add_into(into)
 
     def refuse(self, error: Exception, num_tokens: int = 0) -> None:
         """Let the other ranks, which are at or on their way to this call, raise PeerError with ``error``."""

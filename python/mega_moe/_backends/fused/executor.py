@@ -9,9 +9,10 @@ from mega_moe._backends.fused.launch import KernelRank
 from mega_moe._backends.fused.layer import Copies, KernelLayer
 from mega_moe._backends.fused.memory import dense, writable
 from mega_moe._backends.fused.weight_copies import WeightCopies
+from mega_moe._backends.routing import add_received
 from mega_moe._base.activation import Activation
 from mega_moe._base.errors import MegaMoEError, PeerError
-from mega_moe._base.layer import Gradients, LayerInputs, Needs
+from mega_moe._base.layer import Gradients, LayerInputs, Needs, Outputs
 from mega_moe._ops.registry import Executor
 
 
@@ -37,7 +38,13 @@ class FusedExecutor:
         )
 
     def forward(
-        self, inputs: LayerInputs, activation: Activation, saved_rows: int | None = None
+        self,
+        inputs: LayerInputs,
+        activation: Activation,
+        saved_rows: int | None = None,
+        *,
+        out: Tensor | None = None,
+        received: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         tokens, most = inputs.x.shape[0], self._kernels.shape.max_tokens
         if tokens > most:
@@ -56,7 +63,9 @@ class FusedExecutor:
                     self.weight_copies.of(inputs.w_down, codes=True, transposed=False),
                 )
             given = _dense(inputs, copies)
-            y, _ = self._layer.forward(given, activation, copies=copies, saved_gate_up=saved)
+            y, routing = self._layer.forward(given, activation, copies=copies, saved_gate_up=saved, out=out)
+        if received is not None:
+            add_received(routing, received)
         return y, saved
 
     def backward(
@@ -69,10 +78,11 @@ class FusedExecutor:
         *,
         saved_gate_up: Tensor | None = None,
         into: tuple[Tensor, Tensor] | None = None,
+        out: Outputs | None = None,
     ) -> Gradients:
         if not self._mode.has_backward:
             self._check_before_backward()
-            return self._backward.backward(dy, inputs, activation, needs, dw_dtype, into=into)
+            return self._backward.backward(dy, inputs, activation, needs, dw_dtype, into=into, out=out)
         accumulated = into
         if into is not None and not writable([buffer for buffer, needed in zip(into, needs[2:]) if needed]):
             # Wide gradients, so that adding into the buffer is their only rounding.
@@ -91,10 +101,11 @@ class FusedExecutor:
                 needs=needs,
                 dw_dtype=dw_dtype,
                 into=accumulated,
+                out=out,
                 saved_gate_up=saved_gate_up,
                 copies=copies,
             )
-        if got.dtopk is not None:
+        if out is None and got.dtopk is not None:
             got = got._replace(dtopk=got.dtopk.to(inputs.topk_weights.dtype))
         return got if into is accumulated else got.add_into(into)
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from mega_moe._backends.fused.launch import KernelRank
+from mega_moe._backends.fused.memory import as_written
 from mega_moe._backends.fused.weight_copies import WeightCopy
 from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import SWIGLU, Activation
-from mega_moe._base.layer import Gradients, LayerInputs, Needs
+from mega_moe._base.layer import Gradients, LayerInputs, Needs, Outputs
 from mega_moe._ops import library
 
 # w_gate_up and w_down.
@@ -38,10 +39,11 @@ class KernelLayer:
         *,
         copies: Copies | None = None,
         saved_gate_up: Tensor | None = None,
+        out: Tensor | None = None,
         delay_seed: int = 0,
         trace: Tensor | None = None,
     ) -> tuple[Tensor, Routing]:
-        """-> y ``[T, H]`` bf16 and the routing of the call, both on the current stream.
+        """-> y ``[T, H]`` bf16, which is ``out`` if given, and the routing of the call, both on the current stream.
 
         In fp8, x may also be the first rows of `KernelRank.staged_codes`, with their scales. ``saved_gate_up`` bf16
         ``[SavedRows.slots(T), 2I]`` is filled for `backward`, in an order of the kernels' own; in bf16 alone.
@@ -51,7 +53,10 @@ class KernelLayer:
         if copies is not None:
             gate_up, down = copies
             weights = (gate_up.codes, down.codes, gate_up.scales, down.scales)
-        y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        if out is None:
+            y = out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        else:
+            (y,) = as_written(out, read=(x, topk_idx, topk_weights, *weights))
         routing = self._kernels.call(
             lambda summary, words: library.require().moe_forward(
                 x,
@@ -67,7 +72,7 @@ class KernelLayer:
                 delay_seed,
             )
         )
-        return y, routing
+        return (out if out is y else out.copy_(y)), routing
 
     def backward(
         self,
@@ -78,7 +83,7 @@ class KernelLayer:
         needs: Needs = _EVERYTHING,
         dw_dtype: torch.dtype = torch.bfloat16,
         into: tuple[Tensor | None, Tensor | None] | None = None,
-        overwrite: bool = False,
+        out: Outputs | None = None,
         copies: Copies | None = None,
         saved_gate_up: Tensor | None = None,
         delay_seed: int = 0,
@@ -87,28 +92,35 @@ class KernelLayer:
         """-> gradients (dtopk fp32) and the routing of the call, both on the current stream.
 
         ``needs``: the first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which
-        the weight gradients that are needed are added, or which they ``overwrite``; they are then None in the result.
-        ``saved_gate_up``: what a forward of the same inputs left in it, on this rank; it changes no bit. Ranks may
-        differ in these. ``copies``: all of w_gate_up, and the transposed one of w_down; of the weights themselves the
-        shapes alone are then read.
+        the weight gradients that are needed are added; they are then None in the result. ``out``: all four, in place of
+        new memory; what the kernel cannot write as it lies is copied there. ``saved_gate_up``: what a forward of the
+        same inputs left in it, on this rank; it changes no bit. Ranks may differ in these. ``copies``: all of
+        w_gate_up, and the transposed one of w_down; of the weights themselves the shapes alone are then read.
         """
         x, topk_idx, topk_weights, w_gate_up, w_down = inputs
-        dx = torch.empty_like(x) if needs.x else None
-        dtopk = (
-            torch.empty(topk_idx.shape, dtype=torch.float32, device=x.device) if needs.topk_weights else None
-        )
-        given = (None, None) if into is None else into
-        # Contiguous, whatever the weight is: in fp8 the kernel reads its copies alone.
-        dw = [
-            (torch.empty(weight.shape, dtype=dw_dtype, device=x.device) if into is None else buffer)
-            if needed
-            else None
-            for weight, needed, buffer in zip((w_gate_up, w_down), needs[2:], given, strict=True)
-        ]
         weights: tuple[Tensor | None, ...] = (w_gate_up, w_down, None, None, None, None)
         if copies is not None:
             gate_up, down = copies
             weights = (gate_up.codes, None, gate_up.transposed, down.transposed, gate_up.scales, down.scales)
+        # Contiguous, whatever the weight is: in fp8 the kernel reads its copies alone.
+        forms = (
+            (x.shape, x.dtype),
+            (topk_idx.shape, torch.float32),
+            (w_gate_up.shape, dw_dtype),
+            (w_down.shape, dw_dtype),
+        )
+        given = Gradients(None, None, *into) if into is not None else Gradients()
+        if out is not None:
+            read = (dy, x, topk_idx, topk_weights, *weights)
+            dx, dtopk, *dw = out
+            rows = *as_written(dx, read=read), *as_written(dtopk, read=read)
+            given = Gradients(*rows, *as_written(*dw, read=read))
+        results = Gradients(
+            *(
+                (torch.empty(shape, dtype=dtype, device=x.device) if own is None else own) if needed else None
+                for (shape, dtype), own, needed in zip(forms, given, needs, strict=True)
+            )
+        )
         routing = self._kernels.call(
             lambda summary, words: library.require().moe_backward(
                 dy,
@@ -117,16 +129,13 @@ class KernelLayer:
                 topk_weights,
                 *weights,
                 saved_gate_up,
-                dx,
-                dtopk,
-                *dw,
+                *results,
                 summary,
                 words,
                 *activation.arguments(),
-                into is not None and not overwrite,
+                into is not None,
                 trace,
                 delay_seed,
             )
         )
-        made = dw if into is None else (None, None)
-        return Gradients(dx, dtopk, *made), routing
+        return (results if into is None else Gradients(*results[:2])).copy_into(out), routing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,7 +174,7 @@ def dense(value: Tensor) -> Tensor:
 
 
 def writable(gradients: Sequence[Tensor]) -> bool:
-    """Whether the kernel can write weight gradients as these lie in memory."""
+    """Whether a kernel can write results of one dtype as these lie in memory."""
     return all(
         g.is_contiguous()
         and g.data_ptr() % _TENSOR_ALIGNMENT == 0
@@ -182,6 +182,25 @@ def writable(gradients: Sequence[Tensor]) -> bool:
         and g.dtype == gradients[0].dtype
         for g in gradients
     )
+
+
+def as_written(*results: Tensor, read: Iterable[Tensor | None]) -> list[Tensor]:
+    """Where a kernel writes ``results``, in the widest of their dtypes: themselves where it can, else new memory.
+
+    It cannot write one that lies otherwise, is narrower, or shares memory with what it ``read``s while it writes.
+    """
+    dtype = functools.reduce(torch.promote_types, (result.dtype for result in results))
+    taken = [(tensor.data_ptr(), tensor.nbytes) for tensor in read if tensor is not None]
+
+    def can(result: Tensor) -> bool:
+        at, size = result.data_ptr(), result.nbytes
+        apart = all(at + size <= other or other + room <= at for other, room in taken)
+        return apart and result.dtype == dtype and writable([result])
+
+    return [
+        result if can(result) else torch.empty(result.shape, dtype=dtype, device=result.device)
+        for result in results
+    ]
 
 
 def write_canaries(memory: Tensor, layout: Layout) -> None:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from mega_moe._backends.fused.launch import KernelRank
 from mega_moe._backends.fused.layer import KernelLayer
-from mega_moe._backends.fused.memory import dense, writable
+from mega_moe._backends.fused.memory import dense
 from mega_moe._backends.fused.weight_copies import WeightCopy
 from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import Activation
-from mega_moe._base.layer import LayerInputs
+from mega_moe._base.layer import LayerInputs, Outputs
 
 
 class QuantizedWeight(NamedTuple):
@@ -42,14 +42,18 @@ class PrequantizedLayer:
         w_gate_up: QuantizedWeight,
         w_down: QuantizedWeight,
         activation: Activation,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Routing]:
-        """-> y ``[T, H]`` bf16 of the first T staged rows, T being that of ``topk_idx``, and the routing."""
+        """-> y ``[T, H]`` bf16 of the first T staged rows, T being that of ``topk_idx``, and the routing.
+
+        y is ``out`` if given.
+        """
         with self._kernels.refuse_peers_on_oom():
             gate_up = WeightCopy(dense(w_gate_up.codes), None, dense(w_gate_up.scales))
             down = WeightCopy(dense(w_down.codes), None, dense(w_down.scales))
             x = self.x[: len(topk_idx)]
             inputs = LayerInputs(x, dense(topk_idx), dense(topk_weights), w_gate_up.codes, w_down.codes)
-            return self._layer.forward(inputs, activation, copies=(gate_up, down))
+            return self._layer.forward(inputs, activation, copies=(gate_up, down), out=out)
 
     def backward(
         self,
@@ -61,9 +65,9 @@ class PrequantizedLayer:
         w_gate_up_t: QuantizedWeight,
         w_down_t: QuantizedWeight,
         activation: Activation,
-        dw: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """-> dx and dtopk; ``dw``, bf16 or fp32, is overwritten.
+        out: Outputs,
+    ) -> None:
+        """Overwrites ``out``: dx bf16, dtopk fp32, and the weights' in bf16 or fp32.
 
         dy and x bf16 ``[T, H]``; the weights are those that the GEMMs read, ``_t`` with N and K exchanged. The kernel
         reads one set of scale factors for both copies of w_gate_up: a block in which they differ makes the results NaN.
@@ -73,24 +77,6 @@ class PrequantizedLayer:
             scales = w_gate_up.scales.masked_fill(w_gate_up.scales != scales_t, torch.nan)
             gate_up = WeightCopy(dense(w_gate_up.codes), dense(w_gate_up_t.codes), dense(scales))
             down = WeightCopy(None, dense(w_down_t.codes), dense(w_down_t.scales.transpose(1, 2)))
-            made = dw
-            if not writable(dw):
-                dtype = torch.promote_types(dw[0].dtype, dw[1].dtype)
-                made = (
-                    torch.empty(dw[0].shape, dtype=dtype, device=x.device),
-                    torch.empty(dw[1].shape, dtype=dtype, device=x.device),
-                )
-            got, _ = self._layer.backward(
-                dense(dy),
-                LayerInputs(dense(x), dense(topk_idx), dense(topk_weights), *made),
-                activation,
-                into=made,
-                overwrite=True,
-                copies=(gate_up, down),
-            )
-        if made is not dw:
-            for gradient, value in zip(dw, made, strict=True):
-                gradient.copy_(value)
-        assert got.dx is not None
-        assert got.dtopk is not None
-        return got.dx, got.dtopk
+            # Of the weights the shapes alone are read, which are those of their gradients.
+            inputs = LayerInputs(dense(x), dense(topk_idx), dense(topk_weights), *out[2:])
+            self._layer.backward(dense(dy), inputs, activation, copies=(gate_up, down), out=out)

@@ -23,7 +23,7 @@ from mega_moe._backends.plain.exchange import (
 )
 from mega_moe._base.activation import Activation
 from mega_moe._base.errors import MegaMoEError
-from mega_moe._base.layer import Gradients, LayerInputs, Needs
+from mega_moe._base.layer import Gradients, LayerInputs, Needs, Outputs
 
 if TYPE_CHECKING:
     from mega_moe._backends.choice.request import Request
@@ -52,7 +52,13 @@ class PlainExecutor:
         return self.arithmetic.dtypes
 
     def forward(
-        self, inputs: LayerInputs, activation: Activation, saved_rows: int | None = None
+        self,
+        inputs: LayerInputs,
+        activation: Activation,
+        saved_rows: int | None = None,
+        *,
+        out: Tensor | None = None,
+        received: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         if saved_rows is not None:
             raise MegaMoEError("this backend saves no gate and up for the backward")
@@ -60,7 +66,10 @@ class PlainExecutor:
         arrived, tables = self._dispatch(call, inputs, self.arithmetic.payload(inputs.x.contiguous()))
         experts = Experts(inputs.w_gate_up, inputs.w_down, tables.receive.counts, activation)
         o = self.arithmetic.forward(arrived, tables.weight, experts)
-        return self._combine(o, tables, inputs.x.shape, inputs.topk_idx.shape[1]), None
+        y = self._combine(o, tables, inputs.x.shape, inputs.topk_idx.shape[1])
+        if received is not None:
+            received.add_(torch.tensor(tables.receive.counts, dtype=received.dtype, device=received.device))
+        return (y if out is None else out.copy_(y)), None
 
     def backward(
         self,
@@ -72,6 +81,7 @@ class PlainExecutor:
         *,
         saved_gate_up: Tensor | None = None,
         into: tuple[Tensor, Tensor] | None = None,
+        out: Outputs | None = None,
     ) -> Gradients:
         if saved_gate_up is not None:
             raise MegaMoEError("this backend saves no gate and up, and was given some")
@@ -91,12 +101,13 @@ class PlainExecutor:
             pairs = torch.zeros(topk_idx.numel(), dtype=grads.dtopk.dtype, device=x.device)
             pairs[tables.send.pair] = self._return(grads.dtopk, tables)
             dtopk = pairs.view(topk_idx.shape).to(topk_weights.dtype)
-        return Gradients(
+        made = Gradients(
             dx if needs.x else None,
             dtopk if needs.topk_weights else None,
             grads.dw_gate_up,
             grads.dw_down,
-        ).add_into(into)
+        )
+        return made.copy_into(out) if into is None else made.add_into(into)
 
     def refuse(self, error: Exception, num_tokens: int = 0) -> None:
         """Let the other ranks, which are at or on their way to this call, raise PeerError with ``error``."""
