@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from mega_moe._base.activation import SWIGLU, Activation
 
@@ -142,13 +143,47 @@ def packed_faults(weights: tuple[Tensor, Tensor], names: tuple[str, ...]) -> lis
     return faults
 
 
+_IN_A_CHECKPOINT = (
+    "a block that is compiled and activation-checkpointed runs eagerly where its experts are sharded: this torch "
+    "cannot keep a DTensor's mesh for the backward of such a graph. Compile the block first and checkpoint it as a "
+    "whole, or do one of the two"
+)
+
+
 def local(weight: Tensor) -> Tensor:
-    """The part of an expert parameter that lives here; its gradient becomes one of the whole parameter."""
-    return _part(weight) if hasattr(weight, "to_local") else weight
+    """The part of an expert parameter that lives here; its gradient becomes one of the whole parameter.
+
+    Traced like any operation, but for a checkpointed region, where the compiler gets a graph break with its reason.
+    """
+    from torch.distributed.tensor import DTensor  # hasattr does not find to_local while the compiler traces
+
+    if not isinstance(weight, DTensor):
+        return weight
+    if torch.compiler.is_compiling() and _in_a_checkpoint():
+        stopped: Tensor = _part(weight)
+        return stopped
+    part: Tensor = weight.to_local()
+    return part
 
 
-# Not traced: the compiler cannot follow the backward of to_local. FSDP2's own hooks break the graph here in any case.
-@_disable_dynamo
+# Runs while the compiler traces, which is when the block falls back.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _in_a_checkpoint() -> bool:
+    """Whether the compiler traces the body of another operation, as it does a checkpointed region; warns once then."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    if inside:
+        _warn_of_eager()
+    return inside
+
+
+@functools.cache
+def _warn_of_eager() -> None:
+    warnings.warn(f"mega_moe: {_IN_A_CHECKPOINT}", UserWarning, stacklevel=2)
+
+
+@torch.compiler.disable(reason=_IN_A_CHECKPOINT)  # type: ignore[untyped-decorator, unused-ignore]
 def _part(weight: Any) -> Tensor:
     part: Tensor = weight.to_local()
     return part

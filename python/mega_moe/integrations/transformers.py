@@ -30,10 +30,12 @@ try:
     from transformers.integrations.moe import ExpertsInterface
 except ImportError as error:
     raise ImportError(
-        f"mega_moe.integrations.transformers: needs transformers 5 with torch: {error}"
+        f"mega_moe.integrations.transformers: needs transformers 5.7.0 or later, with torch: {error}"
     ) from error
 
 NAME = "mega_moe"
+LOWEST = "5.7.0"
+"""The first transformers that looks names up in the registry; older ones compare with a list of their own."""
 _LAYER = "_mega_moe_layer"
 _adapter = TransformersExperts()
 _log = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ def register(config: DispatchConfig | None = None, *, otherwise: str | None = No
 
     Raises:
         ValueError: ``config`` selects layers, or transformers has no implementation ``otherwise``.
-        RuntimeError: this transformers takes no registered implementation.
+        RuntimeError: this transformers takes no registered implementation, as none before 5.7.0 does.
     """
     global _settings  # noqa: PLW0603
     if config is not None and config.layers != "all":
@@ -90,7 +92,7 @@ def register(config: DispatchConfig | None = None, *, otherwise: str | None = No
         PreTrainedModel.get_correct_experts_implementation(cast("Any", None), NAME)
     except ValueError as error:
         raise RuntimeError(
-            f"transformers {_version} takes no experts implementation but its own: use a later one, or "
+            f"transformers {_version} takes no experts implementation but its own: use {LOWEST} or later, or "
             "mega_moe.integrations.convert"
         ) from error
     _register_refusal_of_fp8()
