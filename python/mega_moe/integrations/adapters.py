@@ -172,7 +172,10 @@ def _in_a_checkpoint() -> bool:
     """Whether the compiler traces the body of another operation, as it does a checkpointed region; warns once then."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    try:
+        inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    except AttributeError:  # a torch whose compiler keeps this elsewhere: eager is always right
+        inside = True
     if inside:
         _warn_of_eager()
     return inside
