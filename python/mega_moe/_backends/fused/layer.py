@@ -7,7 +7,6 @@ from torch import Tensor
 
 from mega_moe._backends.fused.launch import KernelRank
 from mega_moe._backends.fused.weight_copies import WeightCopy
-from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import SWIGLU, Activation
 from mega_moe._base.layer import Gradients, LayerInputs, Needs
 from mega_moe._ops import library
@@ -40,8 +39,8 @@ class KernelLayer:
         saved_gate_up: Tensor | None = None,
         delay_seed: int = 0,
         trace: Tensor | None = None,
-    ) -> tuple[Tensor, Routing]:
-        """-> y ``[T, H]`` bf16 and the routing of the call, both on the current stream.
+    ) -> tuple[Tensor, Tensor]:
+        """-> y ``[T, H]`` bf16 and the call's summary for `KernelRank.routing`, both on the current stream.
 
         In fp8, x may also be the first rows of `KernelRank.staged_codes`, with their scales. ``saved_gate_up`` bf16
         ``[SavedRows.slots(T), 2I]`` is filled for `backward`, in an order of the kernels' own; in bf16 alone.
@@ -52,7 +51,7 @@ class KernelLayer:
             gate_up, down = copies
             weights = (gate_up.codes, down.codes, gate_up.scales, down.scales)
         y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        routing = self._kernels.call(
+        summary = self._kernels.call(
             lambda summary, words: library.require().moe_forward(
                 x,
                 topk_idx,
@@ -67,7 +66,7 @@ class KernelLayer:
                 delay_seed,
             )
         )
-        return y, routing
+        return y, summary
 
     def backward(
         self,
@@ -83,8 +82,8 @@ class KernelLayer:
         saved_gate_up: Tensor | None = None,
         delay_seed: int = 0,
         trace: Tensor | None = None,
-    ) -> tuple[Gradients, Routing]:
-        """-> gradients (dtopk fp32) and the routing of the call, both on the current stream.
+    ) -> tuple[Gradients, Tensor]:
+        """-> gradients (dtopk fp32) and the call's summary for `KernelRank.routing`, both on the current stream.
 
         ``needs``: the first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which
         the weight gradients that are needed are added, or which they ``overwrite``; they are then None in the result.
@@ -109,7 +108,7 @@ class KernelLayer:
         if copies is not None:
             gate_up, down = copies
             weights = (gate_up.codes, None, gate_up.transposed, down.transposed, gate_up.scales, down.scales)
-        routing = self._kernels.call(
+        summary = self._kernels.call(
             lambda summary, words: library.require().moe_backward(
                 dy,
                 x,
@@ -129,4 +128,4 @@ class KernelLayer:
             )
         )
         made = dw if into is None else (None, None)
-        return Gradients(dx, dtopk, *made), routing
+        return Gradients(dx, dtopk, *made), summary
