@@ -22,7 +22,7 @@ import mega_moe
 from mega_moe import MoEBuffer
 from mega_moe._ops import layer
 from mega_moe.integrations import keep_moe_outputs
-from mega_moe.testing import Problem, count_op_calls, random_problem
+from mega_moe.testing import Gradients, Problem, count_op_calls, random_problem
 
 from ._layer import assert_same_bits, make_buffer, results
 
@@ -178,3 +178,17 @@ def test_a_policy_keeps_outputs(problem: Problem, buffer: MoEBuffer, plain: list
         kept.backward(leaves.dy)
     assert calls == {"run": 1, "backward": 1}
     assert plain == []
+
+
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_compiled_autograd_around_the_backward_of_plain_nodes(
+    problem: Problem, buffer: MoEBuffer, plain: list[str], hooks: Any
+) -> None:
+    want, leaves = results(problem, buffer), problem.requires_grad()
+    with hooks():
+        y = mega_moe.moe(*leaves.inputs, buffer=buffer)
+    assert plain == ["forward", "forward"]
+    with count_op_calls() as calls, compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward(leaves.dy)
+    assert calls == {"backward": 1}
+    assert_same_bits(Gradients(y.detach(), *leaves.grads()), want)  # type: ignore[arg-type]
