@@ -14,11 +14,8 @@ from mega_moe._backends.dispatched.protocol import Dispatcher, dispatcher_name
 from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import Activation, as_activation
 from mega_moe._base.layer import LayerInputs
-from mega_moe._ops import flops
-from mega_moe._ops import layer as _layer  # registers the operators
+from mega_moe._ops import layer
 from mega_moe.buffer import MoEBuffer
-
-_ = _layer
 
 
 def moe(
@@ -71,7 +68,6 @@ def moe(
     inputs = LayerInputs(x, topk_idx, topk_weights, w_gate_up, w_down)
     try:
         if not torch.compiler.is_compiling():
-            flops.register()
             _refuse_transforms(inputs)
         act = _check(inputs, buffer, activation, activation_clamp, backend, grad_buffers)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -80,13 +76,8 @@ def moe(
         raise
     into = (None, None) if grad_buffers is None else grad_buffers
     session = buffer._live()
-    call = (session.handle, *act.arguments())
-    if session.saved_rows.parts and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        rows = session.saved_rows.slots(x.shape[0])
-        y, _ = torch.ops.mega_moe.run_saving(*inputs, *into, *call, rows)
-        return y  # type: ignore[no-any-return]
-    token = torch.ops.mega_moe.save(*inputs, *into, *call)
-    return torch.ops.mega_moe.run(token, *inputs, *call)  # type: ignore[no-any-return]
+    rows = session.saved_rows.slots(x.shape[0]) if session.saved_rows.parts else 0
+    return layer.call(inputs, into, (session.handle, *act.arguments()), rows)
 
 
 def route(topk_idx: Tensor, topk_weights: Tensor | None = None, *, buffer: MoEBuffer) -> Routing:
@@ -193,8 +184,9 @@ def _check(
             f"activation: got kind {act.kind!r}, the buffer was built for {buffer.activation.kind!r}"
         )
     hidden, inner, experts = buffer.hidden, buffer.intermediate, buffer.num_local_experts
+    dtypes = buffer.dtypes
     for name, tensor in (("x", x), ("w_gate_up", w_gate_up), ("w_down", w_down)):
-        _tensor(name, tensor, buffer, buffer.dtypes)
+        _tensor(name, tensor, buffer, dtypes)
     _shape("x", x, (None, hidden))
     tokens = x.shape[0]
     routing_dtypes = (torch.float32, torch.bfloat16, x.dtype)
@@ -235,7 +227,7 @@ def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, buffer: MoEBuf
 def _tensor(name: str, value: Tensor, buffer: MoEBuffer, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, want a Tensor")
-    if not torch.compiler.is_compiling() and hasattr(value, "to_local"):
+    if type(value) is not Tensor and not torch.compiler.is_compiling() and hasattr(value, "to_local"):
         raise TypeError(
             f"{name}: got {type(value).__name__}, want this rank's plain tensor: pass {name}.to_local()"
         )
@@ -255,6 +247,8 @@ def _capacity(name: str, tokens: int, buffer: MoEBuffer) -> None:
 
 def _shape(name: str, value: Tensor, want: tuple[int | None, ...]) -> None:
     got = value.shape
+    if got == want:
+        return
     if len(got) != len(want) or any(w is not None and g != w for g, w in zip(got, want)):
         shown = ", ".join("T" if w is None else str(w) for w in want)
         raise ValueError(f"{name}: got shape {tuple(got)}, want ({shown})")

@@ -5,6 +5,9 @@
 Autograd is two nodes. `save` keeps the inputs and returns a token shaped like y; `run` computes y, keeps nothing, and
 its gradient hands dy to `save`. Activation checkpointing therefore stops its recomputation after `save`, before the
 layer itself runs a second time. `run_saving` is one node: what it keeps, gate and up among it, only the layer makes.
+
+Registered operators cost the host several times what the rest of a call does. `call` therefore takes them only where
+somebody may watch or rewrite operators, and else plain nodes of autograd, which keep and compute the same.
 """
 
 from __future__ import annotations
@@ -12,15 +15,16 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from mega_moe._base.activation import Activation
-from mega_moe._base.layer import LayerInputs, Needs
-from mega_moe._ops import registry
+from mega_moe._base.layer import Gradients, LayerInputs, Needs
+from mega_moe._ops import flops, registry
 
 # Calls that reached a backend, by operator: the lowest place where a repeated forward can be seen.
 CALLS: Counter[str] = Counter()
@@ -45,6 +49,7 @@ _library.define(
     f"Tensor(d!) grad_down, {_CALL}) -> ()"
 )
 
+_CallArguments = tuple[int, str, float | None, float | None]
 _INPUT = slice(0, 5)
 _BUFFERS = slice(5, 7)  # of an operator with _INTO
 
@@ -66,10 +71,16 @@ class _Call(NamedTuple):
         return Activation(self.kind, clamp=self.clamp, alpha=self.alpha)
 
 
-@contextmanager
-def _counted(name: str, device: torch.device) -> Iterator[None]:
+def _counted(name: str, device: torch.device) -> AbstractContextManager[None]:
     CALLS[name] += 1
-    # A custom op inherits the caller's autocast state; the backends choose every dtype themselves.
+    # The caller's autocast state is inherited; the backends choose every dtype themselves.
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+        return _without_modes(device)
+    return nullcontext()
+
+
+@contextmanager
+def _without_modes(device: torch.device) -> Iterator[None]:
     with torch.no_grad(), torch.autocast(device_type=device.type, enabled=False):
         yield
 
@@ -104,12 +115,18 @@ def _run_saving_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return _gradients(dy, LayerInputs(*args[_INPUT]), None, _Call(*args[5:-2]), *args[-2:])
+    got = _gradients(dy, LayerInputs(*args[_INPUT]), None, _Call(*args[5:-2]), *args[-2:])
+    return _filled(dy, got)
 
 
 def _backward_into(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     inputs, into, call = LayerInputs(*args[_INPUT]), args[_BUFFERS], _Call(*args[7:-2])
-    return _gradients(dy, inputs, into, call, *args[-2:])[:2]
+    return _filled(dy, _gradients(dy, inputs, into, call, *args[-2:])[:2])
+
+
+def _filled(dy: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    # An operator returns no None.
+    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _run_out(*args: Any) -> None:
@@ -134,15 +151,14 @@ def _gradients(
     call: _Call,
     needs: Sequence[bool],
     saved: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> Gradients:
     # Into a buffer go wide gradients, so that adding them is their only rounding.
     dtype = inputs.w_gate_up.dtype
     dw_dtype = dtype if into is None else torch.promote_types(dtype, torch.float32)
     with _counted("backward", dy.device):
-        got = call.executor.backward(
+        return call.executor.backward(
             dy, inputs, call.activation, Needs(*needs), dw_dtype, saved_gate_up=saved, into=into
         )
-    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in got)
 
 
 def _backward_fake(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -192,12 +208,21 @@ def _save_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _all_gradients(
     ctx: Any, dy: Tensor, tensors: Sequence[Tensor], saved: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """For every input of `save` or `run_saving`."""
+    """For every input of `save`, `run_saving` or a plain node."""
     needs = [_is_asked_for(ctx, i) for i in (0, 2, 3, 4)]
     into = ctx.into
     ops = torch.ops.mega_moe
     # A gradient can be an expanded or transposed view; the backends read dense rows.
     dy = dy.contiguous()
+    grads: Sequence[Tensor | None]
+    if not torch.is_grad_enabled() and _is_plain((dy, *tensors)):
+        buffers = None if into[0] is None else into
+        grads = _gradients(dy, LayerInputs(*tensors), buffers, _Call(*ctx.call), needs, saved)
+        if buffers is not None:
+            grads = (*grads[:2], *_zeros(tensors))
+        return (grads[0], None, *grads[1:], *(None,) * (ctx.num_inputs - 5))
+    if not torch.compiler.is_compiling():
+        flops.register()
     if into[0] is None:
         grads = ops.backward(dy, *tensors, *ctx.call, needs, saved)
     else:
@@ -205,10 +230,14 @@ def _all_gradients(
             # An operator that writes into its arguments cannot carry an autograd formula that refuses later.
             _no_double_backward(ctx)
         dx, dtopk = ops.backward_into(dy, *tensors, *into, *ctx.call, needs, saved)
-        # The weights' gradients are in the buffers; a zero of stride 0 keeps their hooks firing and adds nothing.
-        grads = (dx, dtopk, *(w.new_zeros(1, 1, 1).expand(w.shape) for w in tensors[3:]))
+        grads = (dx, dtopk, *_zeros(tensors))
     dx, dtopk, dw1, dw2 = (g if need else None for g, need in zip(grads, needs))
     return dx, None, dtopk, dw1, dw2, *(None,) * (ctx.num_inputs - 5)
+
+
+def _zeros(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    # The weights' gradients are in the buffers; a zero of stride 0 keeps their hooks firing and adds nothing.
+    return (w.new_zeros(1, 1, 1).expand(w.shape) for w in tensors[3:])
 
 
 def _is_asked_for(ctx: Any, i: int) -> bool:
@@ -273,3 +302,86 @@ torch.library.register_autograd(
     "mega_moe::run_saving", _run_saving_backward, setup_context=_run_saving_context, lib=_library
 )
 torch.library.register_autograd("mega_moe::backward", _no_double_backward, lib=_library)
+
+
+class MoELayer(torch.autograd.Function):
+    """The whole layer as one node: keeps the inputs and, with rows, gate and up."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        inputs, (into, call, rows) = LayerInputs(*args[_INPUT]), args[5:]
+        y, saved = _forward(inputs, call, rows)
+        ctx.save_for_backward(*inputs, saved)
+        ctx.into, ctx.call, ctx.num_inputs = into, call, len(args)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        *tensors, saved = ctx.saved_tensors
+        return _all_gradients(ctx, grads[0], tensors, saved)
+
+
+class MoESave(torch.autograd.Function):
+    """As `save`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        ctx.save_for_backward(*args[_INPUT])
+        ctx.into, ctx.call, ctx.num_inputs = args[5], args[6], len(args)
+        return args[0].detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _save_backward(ctx, grads[0])
+
+
+class MoERun(torch.autograd.Function):
+    """As `run`; the inputs come in a tuple, so that autograd sees the token alone."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, inputs: LayerInputs, call: _CallArguments) -> Tensor:
+        return _forward(inputs, call, 0)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None
+
+
+def _forward(inputs: LayerInputs, arguments: _CallArguments, rows: int) -> tuple[Tensor, Tensor | None]:
+    call = _Call(*arguments)
+    with _counted("run_saving" if rows else "run", inputs.x.device):
+        return call.executor.forward(inputs, call.activation, rows or None)
+
+
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether autograd alone sees torch's operators: no mode, transform, tracer, compiler or class of tensors."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or _in_compiled_autograd()
+    ) and all(type(t) is Tensor or type(t) is Parameter for t in tensors)
+
+
+def call(
+    inputs: LayerInputs, into: tuple[Tensor | None, Tensor | None], arguments: _CallArguments, rows: int
+) -> Tensor:
+    """y of checked ``inputs``; ``rows`` above 0: a forward that autograd records keeps gate and up, in so many rows."""
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    if _is_plain(inputs):
+        if not recorded:
+            return _forward(inputs, arguments, 0)[0]
+        if rows or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            return MoELayer.apply(*inputs, into, arguments, rows)  # type: ignore[no-any-return, no-untyped-call]
+        # The hooks may be those of checkpointing, which stops once everything is saved.
+        token = MoESave.apply(*inputs, into, arguments)  # type: ignore[no-untyped-call]
+        return MoERun.apply(token, inputs, arguments)  # type: ignore[no-any-return, no-untyped-call]
+    if not torch.compiler.is_compiling():
+        flops.register()
+    ops = torch.ops.mega_moe
+    if rows and recorded:
+        return ops.run_saving(*inputs, *into, *arguments, rows)[0]  # type: ignore[no-any-return]
+    token = ops.save(*inputs, *into, *arguments)
+    return ops.run(token, *inputs, *arguments)  # type: ignore[no-any-return]

@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     add("--direction", default=",".join(DIRECTIONS), help=f"of {', '.join(DIRECTIONS)} (default: all)")
     add("--precision", default="bf16", help=f"of {', '.join(PRECISIONS)} (default: bf16)")
     add("--dw-precision", choices=DW_PRECISIONS, default="bf16", help="of a backward in fp8 (default: bf16)")
-    add("--part", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default: all)")
+    add(
+        "--part",
+        default=",".join(PARTS),
+        help=f"of {', '.join(PARTS)} (default: both), host: host time of a call",
+    )
     add("--dtype", choices=_DTYPES, help="of x and weights (default: bfloat16 on a GPU, else float32)")
     add(
         "--reuse-weight-copies",
@@ -200,7 +204,7 @@ def _options(words: argparse.Namespace, device_type: str) -> Options:
     for name in precisions:
         check_dw_precision(words.dw_precision, name)
     return Options(
-        parts=tuple(listed("part", words.part, PARTS)),
+        parts=tuple(listed("part", words.part, (*PARTS, "host"))),
         shapes=tuple(find_shape(name.strip()) for name in shapes),
         tokens=words.tokens,
         cases=tuple(

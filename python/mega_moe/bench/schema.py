@@ -179,6 +179,18 @@ class PeerRow:
         _require_rate("tflops", self.tflops, self.outcome)
 
 
+@dataclass(frozen=True)
+class HostRow:
+    """Host time of one call of the layer with few tokens, as a `ratio` to that of a line of plain torch."""
+
+    kind: Literal["host"]
+    shape: str
+    backend: str
+    direction: str
+    ratio: float | None
+    outcome: Outcome
+
+
 def _require_positive(field: str, value: float | None) -> None:
     _require(value is not None and value > 0, field, value, "a positive number on a measured row")
 
@@ -190,7 +202,7 @@ def _require_rate(field: str, rate: float | None, outcome: Outcome) -> None:
         _require(rate is None, field, rate, f"null on a {outcome.status} row")
 
 
-Row = CeilingRow | LayerRow | PeerRow
+Row = CeilingRow | LayerRow | PeerRow | HostRow
 
 
 @dataclass(frozen=True)
@@ -241,9 +253,8 @@ class Result:
     rows: tuple[Row, ...]
 
     def __post_init__(self) -> None:
-        _require(
-            self.schema_version == SCHEMA_VERSION, "schema_version", self.schema_version, str(SCHEMA_VERSION)
-        )
+        version = self.schema_version
+        _require(version == SCHEMA_VERSION, "schema_version", version, str(SCHEMA_VERSION))
 
 
 @dataclass(frozen=True)

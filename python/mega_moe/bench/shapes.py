@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PARTS = ("ceilings", "layer")
-"""What one run measures."""
+"""What one run measures unless told; "host" besides."""
 
 DIRECTIONS = ("forward", "backward", "forward_backward")
 """What one timed call does: the layer's output, its gradients from a kept graph, or both."""

@@ -11,6 +11,7 @@ import torch
 from mega_moe._ops import library
 from mega_moe.bench.ceilings import ceilings, measure_ceiling
 from mega_moe.bench.environment import describe
+from mega_moe.bench.host import TOKENS, measure_host
 from mega_moe.bench.layer import Case, measure_layer
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.protocols import Protocol, make_timer
@@ -50,6 +51,13 @@ def run(options: Options, context: Context, arguments: list[str], progress: Call
                 keep(row)
                 if row.unit == "TF/s" and row.outcome.timing is not None and row.rate is not None:
                     products[row.outcome.timing.protocol, row.name] = row.rate
+    if "host" in options.parts:
+        for shape in options.shapes:
+            small = random_problem(shape, options.tokens or TOKENS, options.dtype, context)
+            for case in options.cases:
+                for host_row in measure_host(small, case, context):
+                    keep(host_row)
+            del small
     if "layer" in options.parts:
         for shape in options.shapes:
             plain = options.tokens or shape.default_tokens

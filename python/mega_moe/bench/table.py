@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from mega_moe.bench.schema import CeilingRow, LayerRow, Outcome, PeerRow, Result, Row
+from mega_moe.bench.schema import CeilingRow, HostRow, LayerRow, Outcome, PeerRow, Result, Row
 
 _HEADER = (
     "what",
@@ -77,6 +77,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     mhz = "-" if timing.mhz is None else f"{timing.mhz:.0f}"
     if isinstance(row, CeilingRow):
         return (row.name, "-", "-", *time, _rate(row.rate, row.unit), "-", mhz, "-", "-", "-")
+    if isinstance(row, HostRow):
+        times = f"{row.ratio:.2f} x line"
+        direction = row.direction.replace("_", "+")
+        return (f"host {row.shape}", row.backend, direction, *time, times, "-", mhz, "-", "-", "-")
     rate = _rate(row.tflops, "TF/s")
     if isinstance(row, PeerRow):
         named = f"{row.shape} T={row.tokens} {row.precision}"
@@ -111,6 +115,8 @@ def _subject(row: Row) -> str:
         return row.name
     if isinstance(row, PeerRow):
         return f"{row.shape} T={row.tokens} {row.precision}: {row.peer}"
+    if isinstance(row, HostRow):
+        return f"host {row.shape}: backend {row.backend}"
     direction = "" if row.direction == "all" else f" {row.direction}"
     reserved = "" if row.reserved_sms is None else f" with {row.reserved_sms} reserved SMs"
     return f"{_layer(row)}: backend {row.backend}{direction}{reserved}"

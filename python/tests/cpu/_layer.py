@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 import mega_moe
 from mega_moe import MoEBuffer
+from mega_moe._ops import layer
 from mega_moe.testing import Gradients, Problem, fp64_moe_grads, relative_l2
 
 
@@ -35,6 +37,13 @@ CASES = (
     Case("dispatched", torch.float32, 1e-5),
     Case("dispatched", torch.bfloat16, 6e-3),
 )
+
+
+@pytest.fixture(params=["nodes", "operators"], autouse=True)
+def both_paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test of a module that imports it runs on autograd's own nodes, and on the registered operators."""
+    if request.param == "operators":
+        monkeypatch.setattr(layer, "_is_plain", lambda tensors: False)
 
 
 def make_buffer(

@@ -18,7 +18,7 @@ from mega_moe.bench.layer import Case
 from mega_moe.bench.problem import random_problem
 from mega_moe.bench.protocols import PROTOCOLS, HostTimer
 from mega_moe.bench.ranks import Context
-from mega_moe.bench.schema import CeilingRow, LayerRow
+from mega_moe.bench.schema import CeilingRow, HostRow, LayerRow
 from mega_moe.bench.shapes import SHAPES, Shape
 from mega_moe.bench.suite import Options, run
 
@@ -60,6 +60,26 @@ def test_whole_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     }
     assert result.environment.num_ranks == 1
     assert "forward+backward" in capsys.readouterr().out
+
+
+def test_host_time_of_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "host.json"
+    words = ["--device", "cpu", "--part", "host", "--backend", "grouped,fused", "--tokens", "8"]
+    assert main([*words, "--json", str(path)]) == 0
+    rows = schema.read(path).rows
+    assert all(isinstance(row, HostRow) for row in rows)
+    assert [(row.backend, row.direction, row.outcome.status) for row in rows] == [
+        ("-", "line", "measured"),
+        ("grouped", "forward", "measured"),
+        ("grouped", "forward_backward", "measured"),
+        ("fused", "all", "refused"),
+    ]
+    line, forward, both = (row.outcome.timing.seconds for row in rows[:3])
+    assert [row.ratio for row in rows[:3]] == pytest.approx([1, forward / line, both / line])
+    assert 0 < line < both
+    out = capsys.readouterr().out
+    assert "x line" in out
+    assert "refused: host tiny: backend fused" in out
 
 
 def test_fewer_tokens_are_measured_where_a_shape_has_more() -> None:

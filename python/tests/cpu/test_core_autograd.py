@@ -16,7 +16,19 @@ import mega_moe
 from mega_moe import MoEBuffer
 from mega_moe.testing import Gradients, Problem, count_op_calls, random_problem, relative_l2
 
-from ._layer import CASES, Case, assert_close, assert_same_bits, bits, exact, make_buffer, results
+from ._layer import (
+    CASES,
+    Case,
+    assert_close,
+    assert_same_bits,
+    bits,
+    both_paths,
+    exact,
+    make_buffer,
+    results,
+)
+
+_ = both_paths  # a fixture
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 NAMES = ("x", "topk_weights", "w_gate_up", "w_down")

@@ -14,7 +14,15 @@ import mega_moe
 from mega_moe import MoEBuffer
 from mega_moe.testing import Gradients, Problem, count_op_calls, random_problem
 
-from ._layer import assert_close, assert_same_bits, exact, make_buffer
+from ._layer import (
+    assert_close,
+    assert_same_bits,
+    both_paths,
+    exact,
+    make_buffer,
+)
+
+_ = both_paths  # a fixture
 
 # torch.compile itself uses a deprecated name of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")

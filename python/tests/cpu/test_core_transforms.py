@@ -18,6 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import mega_moe
 from mega_moe.testing import count_op_calls, random_problem
 
+from ._layer import both_paths
+
+_ = both_paths  # a fixture
+
 pytestmark = [  # torch on itself
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),

@@ -100,13 +100,14 @@ class ForwardRanks(VirtualRanks):
         self, rank: int, layer: Layer, *, delay_seed: int = 0, trace: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
         """One rank's launch on its stream, or on the one that captures."""
-        return self.layers[rank].forward(
+        y, summary = self.layers[rank].forward(
             inputs_of(layer, rank),
             Activation(clamp=layer.clamp),
             copies=self.forward_copies(rank, layer),
             delay_seed=delay_seed,
             trace=trace,
         )
+        return y, self.kernels[rank].routing(summary)
 
     def forward_copies(self, rank: int, layer: Layer) -> Copies | None:
         """Of one rank's weights as the forward in fp8 reads them, made once; None in bf16."""

@@ -63,9 +63,9 @@ class FusedExecutor:
                     self.weight_copies.of(inputs.w_down, codes=True, transposed=False),
                 )
             given = _dense(inputs, copies)
-            y, routing = self._layer.forward(given, activation, copies=copies, saved_gate_up=saved, out=out)
+            y, summary = self._layer.forward(given, activation, copies=copies, saved_gate_up=saved, out=out)
         if received is not None:
-            add_received(routing, received)
+            add_received(self._kernels.routing(summary), received)
         return y, saved
 
     def backward(

@@ -96,8 +96,8 @@ class KernelRank:
     def new_summary(self) -> Tensor:
         return new_summary(self.shape.num_ranks, self.shape.num_local_experts, self.device)
 
-    def call(self, launch: Callable[[Tensor, list[int]], None]) -> Routing:
-        """One launch, which fills a summary, in order; then raises what earlier ones reported.
+    def call(self, launch: Callable[[Tensor, list[int]], None]) -> Tensor:
+        """One launch in order, which fills a summary -> that, for `routing`; raises what earlier ones reported.
 
         With MEGA_MOE_DEBUG=1 what this one reports, too.
         """
@@ -109,12 +109,18 @@ class KernelRank:
             raise pending
         if env.debug() and not torch.cuda.is_current_stream_capturing():
             self.check()
+        return summary
+
+    def routing(self, summary: Tensor) -> Routing:
+        """Views of what a launch filled."""
         return routing_of(summary, self.shape.num_ranks, self.shape.num_local_experts)
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor | None) -> Routing:
         """One launch of the routing kernel."""
         ids, weights = topk_idx.contiguous(), None if topk_weights is None else topk_weights.contiguous()
-        return self.call(lambda summary, words: library.require().route(ids, weights, summary, words, 0))
+        return self.routing(
+            self.call(lambda summary, words: library.require().route(ids, weights, summary, words, 0))
+        )
 
     def refuse(self, num_tokens: int) -> None:
         """A launch in place of a call that this rank takes no part in: the other ranks' calls end at once."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from mega_moe._backends.fused.launch import KernelRank
 from mega_moe._backends.fused.memory import as_written
 from mega_moe._backends.fused.weight_copies import WeightCopy
-from mega_moe._backends.routing import Routing
 from mega_moe._base.activation import SWIGLU, Activation
 from mega_moe._base.layer import Gradients, LayerInputs, Needs, Outputs
 from mega_moe._ops import library
@@ -42,8 +41,9 @@ class KernelLayer:
         out: Tensor | None = None,
         delay_seed: int = 0,
         trace: Tensor | None = None,
-    ) -> tuple[Tensor, Routing]:
-        """-> y ``[T, H]`` bf16, which is ``out`` if given, and the routing of the call, both on the current stream.
+    ) -> tuple[Tensor, Tensor]:
+        """-> y ``[T, H]`` bf16, which is ``out`` if given, and the call's summary for `KernelRank.routing`, both on the
+        current stream.
 
         In fp8, x may also be the first rows of `KernelRank.staged_codes`, with their scales. ``saved_gate_up`` bf16
         ``[SavedRows.slots(T), 2I]`` is filled for `backward`, in an order of the kernels' own; in bf16 alone.
@@ -57,7 +57,7 @@ class KernelLayer:
             y = out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
         else:
             (y,) = as_written(out, read=(x, topk_idx, topk_weights, *weights))
-        routing = self._kernels.call(
+        summary = self._kernels.call(
             lambda summary, words: library.require().moe_forward(
                 x,
                 topk_idx,
@@ -72,7 +72,7 @@ class KernelLayer:
                 delay_seed,
             )
         )
-        return (out if out is y else out.copy_(y)), routing
+        return (out if out is y else out.copy_(y)), summary
 
     def backward(
         self,
@@ -88,8 +88,8 @@ class KernelLayer:
         saved_gate_up: Tensor | None = None,
         delay_seed: int = 0,
         trace: Tensor | None = None,
-    ) -> tuple[Gradients, Routing]:
-        """-> gradients (dtopk fp32) and the routing of the call, both on the current stream.
+    ) -> tuple[Gradients, Tensor]:
+        """-> gradients (dtopk fp32) and the call's summary for `KernelRank.routing`, both on the current stream.
 
         ``needs``: the first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which
         the weight gradients that are needed are added; they are then None in the result. ``out``: all four, in place of
@@ -121,7 +121,7 @@ class KernelLayer:
                 for (shape, dtype), own, needed in zip(forms, given, needs, strict=True)
             )
         )
-        routing = self._kernels.call(
+        summary = self._kernels.call(
             lambda summary, words: library.require().moe_backward(
                 dy,
                 x,
@@ -138,4 +138,4 @@ class KernelLayer:
                 delay_seed,
             )
         )
-        return (results if into is None else Gradients(*results[:2])).copy_into(out), routing
+        return (results if into is None else Gradients(*results[:2])).copy_into(out), summary

@@ -53,7 +53,8 @@ class PrequantizedLayer:
             down = WeightCopy(dense(w_down.codes), None, dense(w_down.scales))
             x = self.x[: len(topk_idx)]
             inputs = LayerInputs(x, dense(topk_idx), dense(topk_weights), w_gate_up.codes, w_down.codes)
-            return self._layer.forward(inputs, activation, copies=(gate_up, down), out=out)
+            y, summary = self._layer.forward(inputs, activation, copies=(gate_up, down), out=out)
+            return y, self._kernels.routing(summary)
 
     def backward(
         self,
