@@ -159,7 +159,8 @@ class BackwardMath {
         for (int i = 0; i < 128; ++i)
             d[i] = 0.0f;
         multiply<Major::kMn, Major::kMn>(d, t.k_blocks, t.rows > 0);
-        store_gradient_tile(p, t, d, signal_, first_row_, warp_row_, buffer_, lane(), tracer);
+        store_gradient_tile(p, t, d, signal_, first_row_, warp_row_, buffer_,
+                            static_cast<int>(ptx::lane_id_anew()), tracer);
     }
 
     const layout::BackwardParams& p;

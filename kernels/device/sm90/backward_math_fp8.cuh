@@ -328,6 +328,7 @@ class Fp8BackwardMath {
 
     __device__ __forceinline__ void quantized_gradient(Tracer<C::kTrace>& tracer) {
         trace_wait(tracer);
+        prefetch_gradient(p, record(), warp_row(), lane());
         float d[128];
         if (record().rows > 0) {
             multiply<TransposedSlabs>(d, record().k_blocks);

@@ -67,9 +67,10 @@ __device__ __forceinline__ void store_quantized_tile(const layout::ForwardParams
                              __shfl_sync(ptx::kAllLanes, lane_weight, lane / 4 + 8)};
     if constexpr (C::kSavesGateUp) {
         if (layout::is_saved(t.slot, p.saved.slots))
-            save_gate_up(d, p.saved.memory + layout::saved_offset(
-                                                 t.slot + first_row, t.column / layout::kSavedColumns,
-                                                 p.intermediate / layout::kSavedColumns, math_warp % 4, lane));
+            save_gate_up(
+                d, p.saved.memory + layout::saved_offset(t.slot + first_row, t.column / layout::kSavedColumns,
+                                                         p.intermediate / layout::kSavedColumns,
+                                                         math_warp % 4, lane));
     }
     with_activation(p.activation, [&](const auto& act) { activate_tile<false>(act, d, weight); });
     const std::int64_t run =

@@ -95,17 +95,17 @@ __device__ __forceinline__ void add_rows(float* d, std::byte* first, std::int64_
     }
 }
 
-// By one warp, ahead of the tile's GEMM: the old values that store_gradient will add to, into L2.
+// By one warp, ahead of the tile's GEMM: the old values of an fp32 result that store_gradient will add to,
+// into L2. Pays where the GEMM is short, in e4m3.
 __device__ __forceinline__ void prefetch_gradient(const layout::BackwardParams& p, const BackwardTile& t,
                                                   int warp_row, int lane) {
-    if (!p.accumulate) return;
+    if (!p.accumulate || !p.gradients_are_fp32) return;
     const layout::GradientTarget& g = t.kind == kDownGradient ? p.dw_down : p.dw_gate_up;
-    const int element = p.gradients_are_fp32 ? 4 : 2;
-    const int row_bytes = min(256, g.columns - t.column) * element;
+    const int row_bytes = min(256, g.columns - t.column) * 4;
     const std::int64_t row = std::int64_t{t.expert} * g.rows + t.row + warp_row;
-    const std::byte* first = g.out + (row * g.columns + t.column) * element;
+    const std::byte* first = g.out + (row * g.columns + t.column) * 4;
     for (int at = lane * 128; at < 16 * row_bytes; at += 32 * 128)
-        ptx::prefetch_line(first + at / row_bytes * (std::int64_t{g.columns} * element) + at % row_bytes);
+        ptx::prefetch_line(first + at / row_bytes * (std::int64_t{g.columns} * 4) + at % row_bytes);
 }
 
 // By one warp, whose rows of the tile start at `warp_row`.
