@@ -161,7 +161,7 @@ def test_parts_of_one_expert(cuda_device: torch.device) -> None:
         pytest.param("30B", 1, 2048, id="smoke-30B-1"),
         pytest.param("30B", 1, 16384, id="30B-1"),
         pytest.param("30B", 8, 4096, id="30B-8"),
-        pytest.param("235B", 1, 4096, id="235B-1"),
+        pytest.param("235B", 1, 4096, id="235B-1", marks=pytest.mark.big_memory),
     ],
 )
 def test_models(cuda_device: torch.device, name: str, num_ranks: int, most: int) -> None:

@@ -285,7 +285,7 @@ def test_backward_in_fp8_of_a_forward_in_bf16(cuda_device: torch.device, num_ran
     [
         pytest.param("30B", 1, 2048, id="smoke-30B-1"),
         pytest.param("30B", 8, 4096, id="30B-8"),
-        pytest.param("235B", 1, 4096, id="235B-1"),
+        pytest.param("235B", 1, 4096, id="235B-1", marks=pytest.mark.big_memory),
     ],
 )
 def test_models(cuda_device: torch.device, name: str, num_ranks: int, most: int) -> None:
