@@ -175,7 +175,7 @@ class FakeKernels:
                 rank.num_sms,
                 delay_seed,
                 trace is not None,
-                saved_rows(saved_gate_up, w_down),
+                saved_rows(saved_gate_up, w_down.shape[2]),
             ),
             rank,
         )
@@ -266,7 +266,7 @@ class FakeKernels:
                 rank.num_sms,
                 delay_seed,
                 trace is not None,
-                0 if w_down is None else saved_rows(saved_gate_up, w_down),
+                saved_rows(saved_gate_up, w_down_t.shape[1] if w_down is None else w_down.shape[2]),
             ),
             rank,
         )
@@ -319,12 +319,12 @@ class FakeKernels:
         self._ordering = False
 
 
-def saved_rows(saved_gate_up: Tensor | None, w_down: Tensor) -> int:
+def saved_rows(saved_gate_up: Tensor | None, intermediate: int) -> int:
     if saved_gate_up is None:
         return 0
     assert saved_gate_up.dtype == torch.bfloat16
     assert saved_gate_up.is_contiguous()
-    assert saved_gate_up.shape[1] == 2 * w_down.shape[2]
+    assert saved_gate_up.shape[1] == 2 * intermediate
     assert saved_gate_up.shape[0] % 128 == 0
     return len(saved_gate_up)
 

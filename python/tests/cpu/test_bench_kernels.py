@@ -137,9 +137,8 @@ def test_a_wheel_without_a_backward_times_none(
     assert why_not(Options(SHAPES["30B"], 128, 1, direction), torch.device("cuda", 0)) == []
 
 
-def test_gate_and_up_are_kept_in_bf16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_bwd"])
+def test_gate_and_up_can_be_kept(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setattr(facts, "collect", lambda *_: gpu())
-    for precision in ("bf16", "fp8"):
-        options = Options(SHAPES["30B"], 128, 1, saved=1.0, precision=precision)
-        kept = "gate and up are kept in bf16 alone"
-        assert (kept in why_not(options, torch.device("cuda", 0))) is (precision != "bf16")
+    options = Options(SHAPES["30B"], 128, 1, saved=1.0, precision=precision)
+    assert why_not(options, torch.device("cuda", 0)) == []

@@ -66,9 +66,9 @@ def in_parts(rank: int, capacity: int) -> tuple[int, dict[str, float]]:
         experts = buffer._live().executor.experts  # type: ignore[attr-defined]
         forward = experts.forward
 
-        def count(inputs: Any, *others: Any) -> Any:
+        def count(inputs: Any, *others: Any, **options: Any) -> Any:
             calls.append(len(inputs.x))
-            return forward(inputs, *others)
+            return forward(inputs, *others, **options)
 
         with patch.context() as counted:
             counted.setattr(experts, "forward", count)

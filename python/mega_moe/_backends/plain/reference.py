@@ -58,7 +58,7 @@ class ReferenceArithmetic(Arithmetic):
         blockwise = _BlockwiseGemm(power_of_two, block_gemm)
         self._forward = blockwise if precision == "fp8" else _Gemm()
         self._backward = _Gemm() if precision == "bf16" else blockwise
-        self._recompute = _Gemm() if recompute == "bf16" else self._backward
+        self._recompute = _Gemm() if recompute == "bf16" else None
         self._dw_in_fp8, self._power_of_two = dw_precision == "fp8", power_of_two
         self._block_gemm = block_gemm
 
@@ -78,6 +78,7 @@ class ReferenceArithmetic(Arithmetic):
         self, x: Tensor, dy: Tensor, weight: Tensor, experts: Experts, needs: Needs, dw_dtype: torch.dtype
     ) -> Gradients:
         dtype, gemm = experts.down.dtype, self._backward
+        recompute = self._recompute or gemm
         dx = torch.empty_like(x) if needs.x else None
         dw = torch.empty(weight.shape[0], dtype=wide(dtype), device=x.device) if needs.topk_weights else None
         # Zeros: an expert without rows has a gradient of exactly zero.
@@ -85,7 +86,7 @@ class ReferenceArithmetic(Arithmetic):
         dw2 = x.new_zeros(experts.down.shape, dtype=dw_dtype) if needs.w_down else None
         for expert, rows in _blocks(experts.counts):
             gate_up, down = experts.gate_up[expert], experts.down[expert]
-            z = self._recompute.multiply(self._recompute.encode(x[rows], dtype), gate_up).to(dtype)
+            z = recompute.multiply(recompute.encode(x[rows], dtype), gate_up).to(dtype)
             dh = gemm.multiply(gemm.encode(dy[rows], dtype), down.T)
             grads = activate_backward(z, weight[rows], dh, experts.activation, rounded_sigmoid)
             if dw is not None:
