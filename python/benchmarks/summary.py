@@ -96,7 +96,12 @@ def section(results: list, kernels: Any) -> str | None:
             times = ["-" if row is None else number(row.outcome.timing.seconds * 1e3) for row in shown]
             speedup = panel.speedup(name)
             body.append(line(layer, place(panel.environment), *times, f"{speedup:.2f}x" if speedup else "-"))
-    notes = [text for where, names in changed.values() for text in staleness.footnote(names, where, kernels)]
+    # What several environments say alike is said once.
+    notes = list(
+        dict.fromkeys(
+            text for where, names in changed.values() for text in staleness.footnote(names, where, kernels)
+        )
+    )
     tokens = " or ".join(str(count) for count in sorted({panel.tokens for panel in every}))
     table = [*heading("layer", "on", "forward ms", "backward ms", "speed-up"), *body, *notes]
     return CAPTION.format(tokens=tokens) + "\n\n" + "\n".join(table)
