@@ -46,6 +46,15 @@ def one_of_big_memory_at_a_time(request: pytest.FixtureRequest) -> Iterator[None
             torch.cuda.empty_cache()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def cached_memory_goes_back() -> Iterator[None]:
+    """Processes that share a GPU: what one keeps for later, the others miss, and to free it waits for every kernel."""
+    yield
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def cuda_device() -> torch.device:
     """The current GPU; without one the test is skipped, or fails where MEGA_MOE_REQUIRE_GPU=1 promised it."""
