@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ def judged(wheel: Path, folder: Path, change: Change = lambda files: None, name:
     """The verdict on a copy of the wheel whose files `change` edits."""
     files = wheel_file.read(wheel)
     change(files)
-    with zipfile.ZipFile(folder / (name or wheel.name), "w") as archive:
+    with zipfile.ZipFile(
+        folder / (name or wheel.name), "w", zipfile.ZIP_DEFLATED, compresslevel=1
+    ) as archive:
         for entry, content in files.items():
             archive.writestr(entry, content)
     return check_wheel.check(folder / (name or wheel.name))
@@ -45,6 +48,11 @@ def drop(suffix: str) -> Change:
 
 def test_the_built_wheel_passes(wheel: Path, tmp_path: Path) -> None:
     assert judged(wheel, tmp_path) == []
+
+
+def test_a_wheel_has_a_largest_size(wheel: Path, tmp_path: Path) -> None:
+    noise = os.urandom(check_wheel.MAX_BYTES).hex()
+    assert any(fault.startswith("size is") for fault in judged(wheel, tmp_path, add("mega_moe/a.py", noise)))
 
 
 # Of these a fault ends the judgement, or no tool looks into the library: one test of them all is short.
