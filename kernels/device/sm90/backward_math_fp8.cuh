@@ -151,7 +151,8 @@ class Fp8BackwardMath {
         trace_end(TraceKind::kStoreDz, t, tracer);
     }
 
-    // Zeros beyond the last row, where the forward left what its padding made.
+    // Beyond the last row lies what the forward made of its padding: zeros for wgrad in e4m3, which reads all
+    // rows; with wgrad in bf16 the epilogue masks what it stores.
     __device__ __forceinline__ void load_saved(std::uint32_t (&gate)[32], std::uint32_t (&up)[32]) const {
         const BackwardTile& t = record();
         load_gate_up(p.saved.memory +

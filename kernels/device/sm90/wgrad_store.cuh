@@ -31,8 +31,8 @@ __device__ __forceinline__ void for_pairs(float (&d)[128], bool both_halves, con
     }
 }
 
-// One warp's 16 rows x 32 columns of fp32, `put(address, v)` by `put`: whole lines, through its buffer, which
-// no copy may still read. `first` is the first row's.
+// One warp's 16 rows x 32 columns of fp32 as whole lines, through its buffer, which no copy may still read.
+// `put(address, v)` stores or adds 16 bytes; `first` is where the first row begins.
 template <class Put>
 __device__ __forceinline__ void put_floats(const float* d, std::byte* first, std::int64_t row_bytes,
                                            std::uint32_t buffer, int lane, const Put& put) {

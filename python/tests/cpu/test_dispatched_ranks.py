@@ -17,7 +17,9 @@ from mega_moe._backends.choice import explanation
 from mega_moe._backends.choice.decide import Verdict
 from mega_moe._backends.dispatched.collectives import CollectiveDispatcher
 from mega_moe._backends.fused import faults
-from mega_moe.testing import Problem, fp64_moe_grads
+from mega_moe._base.activation import SWIGLU
+from mega_moe._base.layer import LayerInputs, Needs
+from mega_moe.testing import Problem, fp64_moe_grads, random_problem
 
 from ._ep import AT_ONCE, SIZES, Case, gap, of_rank, part, single, small_part, spread_buffer
 from ._fake_kernels import faked_kernels
@@ -53,6 +55,29 @@ def twice(rank: int) -> None:
 
 def test_the_same_bits_from_run_to_run() -> None:
     FOUR.values(twice)
+
+
+@pytest.mark.parametrize("capacity", [1000, 7])
+def test_results_in_given_memory(capacity: int) -> None:
+    """As DeepGEMM's calls give it: overwritten, with the bits of new memory, and the rows of each expert added."""
+    problem = random_problem(60, 128, 64, 8, 2, masked=0.2)
+    inputs = LayerInputs(*problem.inputs)
+    with MoEBuffer(**problem.sizes, backend="dispatched") as buffer:
+        set_capacity(buffer, capacity)
+        executor = buffer._live().executor
+        y = executor.forward(inputs, SWIGLU)[0]
+        want = executor.backward(problem.dy, inputs, SWIGLU, Needs(), y.dtype)
+        given, received = torch.full_like(y, torch.nan), torch.ones(8, dtype=torch.int32)
+        assert executor.forward(inputs, SWIGLU, out=given, received=received)[0] is given
+        out = tuple(torch.full_like(g, torch.nan) for g in want if g is not None)
+        got = executor.backward(problem.dy, inputs, SWIGLU, Needs(), y.dtype, out=out)  # type: ignore[arg-type]
+    assert torch.equal(given, y)
+    ids = problem.topk_idx[problem.topk_idx >= 0]
+    assert torch.equal(received, 1 + ids.bincount(minlength=8).to(torch.int32))
+    for result, memory, value in zip(got, out, want, strict=True):
+        assert result is memory
+        assert value is not None
+        assert torch.equal(memory, value)
 
 
 def in_parts(rank: int, capacity: int) -> tuple[int, dict[str, float]]:

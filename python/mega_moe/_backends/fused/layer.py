@@ -46,7 +46,7 @@ class KernelLayer:
         current stream.
 
         In fp8, x may also be the first rows of `KernelRank.staged_codes`, with their scales. ``saved_gate_up`` bf16
-        ``[SavedRows.slots(T), 2I]`` is filled for `backward`, in an order of the kernels' own; in bf16 alone.
+        ``[SavedRows.slots(T), 2I]`` is filled for `backward`, in an order of the kernels' own.
         """
         x, topk_idx, topk_weights, *_ = inputs
         weights: tuple[Tensor | None, ...] = (inputs.w_gate_up, inputs.w_down, None, None)
@@ -94,7 +94,8 @@ class KernelLayer:
         ``needs``: the first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which
         the weight gradients that are needed are added; they are then None in the result. ``out``: all four, in place of
         new memory; what the kernel cannot write as it lies is copied there. ``saved_gate_up``: what a forward of the
-        same inputs left in it, on this rank; it changes no bit. Ranks may differ in these. ``copies``: all of
+        same inputs left in it, on this rank; it changes bits of "fp8_bwd" alone. Ranks may
+        differ in these. ``copies``: all of
         w_gate_up, and the transposed one of w_down; of the weights themselves the shapes alone are then read.
         """
         x, topk_idx, topk_weights, w_gate_up, w_down = inputs
