@@ -94,9 +94,8 @@ class KernelLayer:
         ``needs``: the first two alike on all ranks. ``into``: contiguous buffers of one dtype, bf16 or fp32, to which
         the weight gradients that are needed are added; they are then None in the result. ``out``: all four, in place of
         new memory; what the kernel cannot write as it lies is copied there. ``saved_gate_up``: what a forward of the
-        same inputs left in it, on this rank; it changes bits of "fp8_bwd" alone. Ranks may
-        differ in these. ``copies``: all of
-        w_gate_up, and the transposed one of w_down; of the weights themselves the shapes alone are then read.
+        same inputs left in it, on this rank; it changes bits of "fp8_bwd" alone. Ranks may differ in these. ``copies``:
+        all of w_gate_up, and the transposed one of w_down; of the weights themselves the shapes alone are then read.
         """
         x, topk_idx, topk_weights, w_gate_up, w_down = inputs
         weights: tuple[Tensor | None, ...] = (w_gate_up, w_down, None, None, None, None)
