@@ -244,7 +244,9 @@ class KernelRanks:
         """One rank's launch: y."""
         saved = self._saved[rank]
         given = self.inputs[rank]
-        y, _ = self._layers[rank].forward(given.layer, copies=given.copies, saved_gate_up=saved, trace=trace)
+        # Those of a backward in fp8 are not for the forward in bf16 that saves for it.
+        copies = given.copies if self.kernels[rank].shape.mode.forward == "fp8" else None
+        y, _ = self._layers[rank].forward(given.layer, copies=copies, saved_gate_up=saved, trace=trace)
         return [y]
 
     def _backward(self, rank: int, trace: Tensor | None = None) -> list[Tensor]:
